@@ -1,0 +1,95 @@
+"""Layer ids, one numbering everywhere, and the translation of others at the edge.
+
+**Layer id k** is the residual stream after k decoder layers, k = 0..N: id 0 is the embedding output, id N (also written
+`final`) the output of the last layer *before* the final norm. Id k is what enters 0-based decoder layer k. This is vLLM's
+numbering (`eagle_aux_hidden_state_layer_ids`) and Hugging Face's `hidden_states[k]` for k < N; `hidden_states[N]` there is
+*after* the final norm and is not id N.
+
+Other numberings count 0-based layer *outputs* (SGLang's explicit ids, many hook scripts): output j is our id j + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from eyas.errors import InputError
+
+#: `stream`: our ids. `output`: 0-based layer outputs (also SGLang's explicit ids), translated by adding one.
+LayerIndex = Literal["stream", "output"]
+
+
+def default_aux_layers(num_layers: int) -> list[int]:
+    """The three ids that feed an EAGLE-3 draft by default: 2, N//2, N-3 (vLLM's and SGLang's default as well).
+
+    Raises InputError for models too shallow to have three distinct ones.
+    """
+    ids = [2, num_layers // 2, num_layers - 3]
+    if num_layers < 3 or len(set(ids)) != 3 or min(ids) < 0:
+        raise InputError(
+            f"the default layers 2, N//2, N-3 are {ids} for a model of {num_layers} layers: not three different ones",
+            "name the layers with --layer-ids",
+        )
+    return ids
+
+
+def resolve_layer_ids(
+    requested: Sequence[int | str] | None,
+    num_layers: int,
+    *,
+    index: LayerIndex = "stream",
+    with_final: bool = True,
+) -> list[int]:
+    """Turn what the user typed into our ids, in the order given, the target state last unless it was named.
+
+    Args:
+        requested: ids as numbers or numerals, or the word `final`; None for `default_aux_layers`.
+        num_layers: N of the target.
+        index: how `requested` counts; `output` ids are translated here and never travel further.
+        with_final: append id N when it was not asked for.
+
+    Raises:
+        InputError: an id that is no number, out of range, or given twice. Two equal ids are never made one silently.
+    """
+    if requested is None:
+        ids = default_aux_layers(num_layers)
+    else:
+        shift = 1 if index == "output" else 0
+        ids = []
+        for item in requested:
+            if isinstance(item, str) and item.strip().lower() == "final":
+                ids.append(num_layers)
+                continue
+            try:
+                number = int(item)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"layer id {item!r} is not a number or `final`", "for example --layer-ids 2 30 58 final"
+                ) from None
+            if not 0 <= number + shift <= num_layers or number < 0:
+                highest = num_layers - shift
+                raise InputError(
+                    f"layer id {number} is out of range: the model has {num_layers} layers, so --layer-index {index} ids go from 0 to {highest}",
+                    "id k is the residual stream after k layers (0 = embeddings, "
+                    f"{num_layers} = final); use --layer-index output if yours count 0-based layer outputs",
+                )
+            ids.append(number + shift)
+    if not ids and not with_final:
+        raise InputError("no layer was asked for", "give --layer-ids, or leave the target state (`final`) on")
+    twice = sorted({i for i in ids if ids.count(i) > 1})
+    if twice:
+        raise InputError(
+            f"layer id {twice[0]} is given twice in {list(requested or ids)}"
+            + (" (`final` is that id)" if twice[0] == num_layers else ""),
+            "each id once; the order is kept",
+        )
+    if with_final and num_layers not in ids:
+        ids.append(num_layers)
+    return ids
+
+
+def describe_layer(layer_id: int, num_layers: int) -> str:
+    """A human name: `0 (embeddings)`, `30 (final)` or just the number."""
+    if layer_id == 0:
+        return "0 (embeddings)"
+    return f"{layer_id} (final)" if layer_id == num_layers else str(layer_id)
