@@ -16,7 +16,7 @@ _PUBLIC = {
     "extract": "eyas.extraction",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
