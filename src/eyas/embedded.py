@@ -6,7 +6,9 @@ again after: reading the GGUF takes 20 s, the unpacked model 0.1 s. Every other 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import os
 import shutil
@@ -40,11 +42,15 @@ def resolve_model_path(name: str | Path, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise InputError(f"{folder} has no config.json, so it is no Hugging Face model folder", "check --model-path")
+            raise InputError(
+                f"{folder} has no config.json, so it is no Hugging Face model folder", "check --model-path"
+            )
         return folder
     text = str(name)
     if folder.is_absolute() or text.startswith(".") or text.count("/") != 1:
-        raise InputError(f"model folder {text} does not exist", f"check --model-path; `{EMBEDDED_NAME}` is the embedded model")
+        raise InputError(
+            f"model folder {text} does not exist", f"check --model-path; `{EMBEDDED_NAME}` is the embedded model"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -54,7 +60,8 @@ def resolve_model_path(name: str | Path, revision: str | None = None) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"{text} is no local folder, and the hub did not give it: {reason}", "check the name, the network, or HF_TOKEN for gated models"
+            f"{text} is no local folder, and the hub did not give it: {reason}",
+            "check the name, the network, or HF_TOKEN for gated models",
         ) from None
 
 
@@ -91,16 +98,10 @@ def embedded_model() -> Path:
 def _unpack(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
 
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with contextlib.redirect_stderr(io.StringIO()):  # three progress bars for one small file
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
     # transformers refuses to save what it loaded from a GGUF, although the weights are plain tensors by now.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -109,5 +110,6 @@ def _unpack(source: Path, target: Path) -> None:
         if flag in model.__dict__:
             delattr(model, flag)
     model.config._name_or_path = EMBEDDED_NAME
-    model.to(torch.bfloat16).save_pretrained(target)
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
