@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from eyas.errors import InputError
 from eyas.manifest import package_version
@@ -98,6 +99,8 @@ def embedded_model() -> Path:
 def _unpack(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any
 
     with contextlib.redirect_stderr(io.StringIO()):  # three progress bars for one small file
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)

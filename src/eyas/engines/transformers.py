@@ -1,0 +1,342 @@
+"""The `transformers` engine: any Hugging Face causal LM, on a CPU or one GPU, at the speed of its plain forward pass.
+
+Batches are packed by a token budget into one row without padding (`packed_attention.py`). Hooks on the decoder layers asked for
+copy the residual stream straight into the shard's host buffer; no other layer's states are kept, the head is never run. On a GPU
+the copies go to pinned memory on a stream of their own, and row norms are computed beside the states.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.dataset import Sample
+from eyas.engines import packed_attention
+from eyas.engines.base import CaptureResult, Progress
+from eyas.errors import ContractError, EngineError, EyasError, InputError
+from eyas.model_files import ModelInfo
+from eyas.shard_writer import ShardWriter, Slot
+from eyas.store import DTYPES, StoreSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransformersSettings:
+    """`dtype`: auto | bfloat16 | float32 | float16. `device`: auto | cpu | cuda | cuda:1 ... `threads`: CPU threads, None = chosen."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Where the residual stream is found in a loaded model.
+
+    `base`: the module to run (no head). `layers`: its decoder layers. `norm`: the final norm. `path`: from the outer class
+    to the decoder, for people.
+    """
+
+    base: torch.nn.Module
+    layers: torch.nn.ModuleList
+    norm: torch.nn.Module
+    path: str
+
+
+def find_decoder(model: Any, num_layers: int) -> Decoder:
+    """The text decoder inside a causal LM, also when it sits in a multimodal wrapper.
+
+    Raises EngineError when no module has `num_layers` layers and a final norm.
+    """
+    names = ("layers", "h", "blocks", "block")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+    for name, module in model.named_modules():
+        layers = next(
+            (getattr(module, n) for n in names if isinstance(getattr(module, n, None), torch.nn.ModuleList)), None
+        )
+        norm = next((getattr(module, n) for n in norms if isinstance(getattr(module, n, None), torch.nn.Module)), None)
+        if layers is not None and norm is not None and len(layers) == num_layers and not _is_vision(name):
+            chain = [type(model).__name__]
+            current = model
+            for part in name.split(".") if name else []:
+                current = getattr(current, part)
+                chain.append(type(current).__name__)
+            return Decoder(module, layers, norm, " -> ".join(chain) + f", {num_layers} layers")
+    raise EngineError(
+        f"no decoder with {num_layers} layers and a final norm was found in {type(model).__name__}",
+        "this model's modules are named in a way eyas does not know; please report it",
+    )
+
+
+def _is_vision(name: str) -> bool:
+    return any(word in name.split(".") for word in ("vision_tower", "visual", "vision_model", "audio_tower"))
+
+
+class Capture:
+    """Hooks that take the residual stream at chosen ids of a decoder. Pure: what is taken goes to `sink(layer_id, stream)`.
+
+    `stream` is [1, T, H], read before the layer (or the final norm) that it enters has run.
+    """
+
+    def __init__(self, decoder: Decoder, layer_ids: Sequence[int], hidden_size: int):
+        self.layer_ids = tuple(layer_ids)
+        self.sink: Callable[[int, torch.Tensor], None] | None = None
+        self._hidden_size = hidden_size
+        self._taken: list[int] = []
+        self._tokens = 0
+        self._handles = []
+        for i in self.layer_ids:
+            module = decoder.norm if i == len(decoder.layers) else decoder.layers[i]
+            self._handles.append(module.register_forward_pre_hook(self._hook(i), with_kwargs=True))
+
+    def _hook(self, layer_id: int) -> Callable[..., None]:
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.sink is None:
+                return
+            stream = args[0] if args else kwargs.get("hidden_states")
+            wanted = [1, self._tokens, self._hidden_size]
+            shape = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
+            if shape != wanted:
+                raise ContractError(
+                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape}",
+                    "eyas cannot capture this architecture yet; please report it",
+                )
+            self._taken.append(layer_id)
+            assert isinstance(stream, torch.Tensor)  # for the type checker: the shape test above covers it
+            self.sink(layer_id, stream)
+
+        return hook
+
+    def run(self, forward: Callable[[], Any], tokens: int, sink: Callable[[int, torch.Tensor], None]) -> Any:
+        """Run a forward pass of `tokens` tokens and check that each id was taken exactly once.
+
+        Raises ContractError when hooks did not fire (a compiled model, an early exit) or fired twice.
+        """
+        self.sink, self._tokens, self._taken = sink, tokens, []
+        try:
+            result = forward()
+        finally:
+            self.sink = None
+        if sorted(self._taken) != sorted(self.layer_ids):
+            raise ContractError(
+                f"one forward pass gave states of layers {sorted(self._taken)}, {sorted(self.layer_ids)} were asked for (fault F8)",
+                "hooks of a compiled or wrapped model may not fire: load it plainly",
+            )
+        return result
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def sensible_threads() -> int:
+    """CPU threads that are really free: with one busy neighbour, two threads on two cores run three times slower than one."""
+    import psutil
+
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, min(int(os.environ["OMP_NUM_THREADS"]), available))
+    busy = sum(psutil.cpu_percent(interval=0.3, percpu=True)) / 100
+    return max(1, min(available, round(available - busy + 0.1)))
+
+
+class TransformersEngine:
+    """See the module's opening. Use: `load`, `parity`, `capture`, `close`."""
+
+    name = "transformers"
+
+    def __init__(self, info: ModelInfo, settings: TransformersSettings):
+        self.info, self.settings = info, settings
+        self.dtype = info.dtype if settings.dtype == "auto" else settings.dtype
+        if self.dtype not in DTYPES:
+            raise InputError(f"--dtype {settings.dtype} is unknown", f"one of auto, {', '.join(DTYPES)}")
+        device = settings.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                f"--device {device}: torch {torch.__version__} sees no GPU",
+                "use --device cpu, or a torch with CUDA and a driver that fits",
+            )
+        self.threads = settings.threads or (sensible_threads() if self.device.type == "cpu" else None)
+        self.one_by_one: str | None = None
+        self.model: Any = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        import transformers
+
+        return {
+            "name": self.name,
+            "version": transformers.__version__,
+            "device": str(self.device),
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "threads": self.threads,
+            "packing": self.one_by_one or "packed rows",
+        }
+
+    def load(self, layer_ids: Sequence[int]) -> None:
+        """Load the weights and place the hooks. Raises EngineError when transformers cannot load the model."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        self.model = load_model(self.info, self.dtype, self.device, self.settings.trust_remote_code)
+        self.decoder = find_decoder(self.model, self.info.num_layers)
+        log.info("decoder: %s", self.decoder.path)
+        self.one_by_one = packed_attention.why_not_packable(self.model)
+        if self.one_by_one:
+            log.warning("samples run one by one: %s", self.one_by_one)
+        else:
+            packed_attention.register()
+        self.hooks = Capture(self.decoder, layer_ids, self.info.hidden_size)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def forward_captured(
+        self, samples: Sequence[Sample], sink: Callable[[int, torch.Tensor, list[int]], None]
+    ) -> torch.Tensor:
+        """One forward pass over packed samples. `sink(layer, stream [T, H], lengths)`. Returns the normed last state [T, H]."""
+        if self.one_by_one:
+            return torch.cat([self._forward([sample], sink) for sample in samples])
+        return self._forward(samples, sink)
+
+    def _forward(self, samples: Sequence[Sample], sink: Callable[[int, torch.Tensor, list[int]], None]) -> torch.Tensor:
+        lengths = [len(s) for s in samples]
+        token_ids = torch.cat([torch.from_numpy(s.token_ids) for s in samples]).long()[None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        token_ids, positions = (
+            token_ids.to(self.device, non_blocking=True),
+            positions.to(self.device, non_blocking=True),
+        )
+        if not self.one_by_one and self.model.config._attn_implementation != packed_attention.NAME:
+            self.model.set_attn_implementation(packed_attention.NAME)
+        with torch.inference_mode(), packed_attention.packed(lengths):
+            output = self.hooks.run(
+                lambda: self.decoder.base(input_ids=token_ids, position_ids=positions, use_cache=False),
+                sum(lengths),
+                lambda i, stream: sink(i, stream[0], lengths),
+            )
+        return output.last_hidden_state[0]
+
+    def parity(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        from eyas.parity import check_parity
+
+        return check_parity(self, samples)
+
+    def capture(
+        self,
+        batches: Iterable[Sequence[Sample]],
+        folder: Path,
+        spec: StoreSpec,
+        *,
+        shard_bytes: int,
+        progress: Callable[[Progress], None],
+        stop: threading.Event,
+    ) -> CaptureResult:
+        """See `engines.base.Engine.capture`."""
+        on_gpu = self.device.type == "cuda"
+        writer = ShardWriter(folder, spec, shard_bytes=shard_bytes, pin=on_gpu, norms_given=on_gpu)
+        samples_done = tokens_done = 0
+        interrupted = False
+        try:
+            for batch in batches:
+                slots = [writer.reserve(sample) for sample in batch]
+                ready = self._capture_batch(batch, slots, spec)
+                for slot in slots:
+                    writer.complete(slot, ready)
+                samples_done += len(batch)
+                tokens_done += sum(len(s) for s in batch)
+                progress(Progress(samples_done, tokens_done, sum(s["bytes"] for s in list(writer.shards))))
+                if stop.is_set():
+                    interrupted = True
+                    break
+        except BaseException:
+            # Keep what is finished, and let the first error be the one that is seen.
+            try:
+                writer.close()
+            except EyasError as error:
+                log.debug("closing after a failure: %s", error)
+            raise
+        writer.close()
+        return CaptureResult(writer.shards, writer.rejected, interrupted)
+
+    def _capture_batch(self, batch: Sequence[Sample], slots: Sequence[Slot], spec: StoreSpec) -> Any:
+        """Forward one batch into its slots. Returns a CUDA event to wait for, or None when the rows are in place."""
+        order = {i: position for position, i in enumerate(spec.layer_ids)}
+        taken: dict[int, int] = dict.fromkeys(spec.layer_ids, 0)
+
+        def take(layer: int, stream: torch.Tensor, lengths: list[int]) -> None:
+            start, first = 0, taken[layer]
+            norms = None
+            if self._stream is not None:
+                norms = torch.linalg.vector_norm(stream, dim=1, dtype=torch.float32)
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream) if self._stream is not None else torch.no_grad():
+                for slot, length in zip(slots[first:], lengths, strict=False):
+                    slot.rows[layer].copy_(stream[start : start + length], non_blocking=True)
+                    if norms is not None and slot.norms is not None:
+                        slot.norms[order[layer]].copy_(norms[start : start + length], non_blocking=True)
+                    start += length
+            if self._stream is not None and norms is not None:
+                stream.record_stream(self._stream)
+                norms.record_stream(self._stream)
+            taken[layer] = first + len(lengths)
+
+        self.forward_captured(batch, take)
+        if any(count != len(batch) for count in taken.values()):
+            raise ContractError(
+                f"a batch of {len(batch)} samples gave states of {taken} samples per layer", "please report it"
+            )
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def close(self) -> None:
+        if self.model is not None:
+            self.hooks.remove()
+            self.model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:
+    """Load a causal LM (or the multimodal model around one) for inference. Raises EngineError with transformers' own words."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kwargs: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if device.type == "cuda":
+        kwargs["device_map"] = {"": device}
+    failures = []
+    auto: Any
+    model: Any
+    loading: dict[str, Any]
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        try:
+            model, loading = auto.from_pretrained(info.path, output_loading_info=True, **kwargs)
+            break
+        except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
+            failures.append(f"{auto.__name__}: {str(error).splitlines()[0]}")
+    else:
+        raise EngineError(
+            f"transformers cannot load {info.id}: {'; '.join(failures)}",
+            "try --engine vllm, or another version of transformers",
+        )
+    absent = sorted(loading.get("missing_keys") or [])
+    if absent:
+        # transformers would fill them with random numbers and only log it.
+        raise EngineError(
+            f"{info.id}: {len(absent)} weights are in no file, among them {absent[0]}",
+            "the weights belong to another architecture or are incomplete",
+        )
+    model.requires_grad_(False)
+    return model.eval().to(device) if device.type == "cpu" else model.eval()
