@@ -228,7 +228,8 @@ def judge_parity(
     if positions:
         report |= {
             "norm_relative_l2": alone_last,
-            "top1_agreement": agree / positions,
+            "top1_agreement": 1 - (ties + disagree) / positions,
+            "near_ties": ties,
             "logits_relative_l2": logit_error,
         }
     return report

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from eyas.dataset import Sample
+from eyas.preflight import Check
 from eyas.store import StoreSpec
 
 
@@ -40,6 +41,12 @@ class Engine(Protocol):
     """
 
     name: str
+    #: Tokens per forward pass when the user names no budget.
+    default_batch_tokens: int
+
+    def preflight(self) -> list[Check]:
+        """The engine's own rows of gate 1: memory, devices, parallelism, versions. Loads nothing."""
+        ...
 
     @property
     def description(self) -> dict[str, Any]: ...
@@ -62,10 +69,15 @@ class Engine(Protocol):
         spec: StoreSpec,
         *,
         shard_bytes: int,
+        done: Collection[str],
         progress: Callable[[Progress], None],
         stop: threading.Event,
     ) -> CaptureResult:
-        """Run every batch and write its samples; when `stop` is set, finish what is begun and return early."""
+        """Run every batch and write its samples; when `stop` is set, finish what is begun and return early.
+
+        Samples whose id is in `done` stand in finished shards: they are there so that a batch is made up as it was in the first
+        run (rounding depends on it) and must not be written again. An engine may leave them out of its computation.
+        """
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
 from eyas.errors import ContractError, EngineError, EyasError, InputError
 from eyas.model_files import ModelInfo
+from eyas.preflight import Check, check_memory
 from eyas.shard_writer import ShardWriter, Slot
 from eyas.store import DTYPES, StoreSpec
 
@@ -169,8 +170,13 @@ class TransformersEngine:
                 "use --device cpu, or a torch with CUDA and a driver that fits",
             )
         self.threads = settings.threads or (sensible_threads() if self.device.type == "cpu" else None)
+        # Long rows gain nothing on a CPU, where one row fills the cores; on a GPU they hide the launches.
+        self.default_batch_tokens = 2048 if self.device.type == "cpu" else 16384
         self.one_by_one: str | None = None
         self.model: Any = None
+
+    def preflight(self) -> list[Check]:
+        return [check_memory(self.info, self.dtype, str(self.device))]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -238,6 +244,7 @@ class TransformersEngine:
         spec: StoreSpec,
         *,
         shard_bytes: int,
+        done: Collection[str],
         progress: Callable[[Progress], None],
         stop: threading.Event,
     ) -> CaptureResult:
@@ -248,12 +255,12 @@ class TransformersEngine:
         interrupted = False
         try:
             for batch in batches:
-                slots = [writer.reserve(sample) for sample in batch]
+                slots = [None if sample.id in done else writer.reserve(sample) for sample in batch]
                 ready = self._capture_batch(batch, slots, spec)
-                for slot in slots:
+                for slot in filter(None, slots):
                     writer.complete(slot, ready)
-                samples_done += len(batch)
-                tokens_done += sum(len(s) for s in batch)
+                    samples_done += 1
+                    tokens_done += len(slot.sample)
                 progress(Progress(samples_done, tokens_done, sum(s["bytes"] for s in list(writer.shards))))
                 if stop.is_set():
                     interrupted = True
@@ -268,7 +275,7 @@ class TransformersEngine:
         writer.close()
         return CaptureResult(writer.shards, writer.rejected, interrupted)
 
-    def _capture_batch(self, batch: Sequence[Sample], slots: Sequence[Slot], spec: StoreSpec) -> Any:
+    def _capture_batch(self, batch: Sequence[Sample], slots: Sequence[Slot | None], spec: StoreSpec) -> Any:
         """Forward one batch into its slots. Returns a CUDA event to wait for, or None when the rows are in place."""
         order = {i: position for position, i in enumerate(spec.layer_ids)}
         taken: dict[int, int] = dict.fromkeys(spec.layer_ids, 0)
@@ -281,8 +288,9 @@ class TransformersEngine:
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream) if self._stream is not None else torch.no_grad():
                 for slot, length in zip(slots[first:], lengths, strict=False):
-                    slot.rows[layer].copy_(stream[start : start + length], non_blocking=True)
-                    if norms is not None and slot.norms is not None:
+                    if slot is not None:
+                        slot.rows[layer].copy_(stream[start : start + length], non_blocking=True)
+                    if slot is not None and norms is not None and slot.norms is not None:
                         slot.norms[order[layer]].copy_(norms[start : start + length], non_blocking=True)
                     start += length
             if self._stream is not None and norms is not None:

@@ -1,0 +1,506 @@
+"""`eyas extract`: from a token dataset to a state store, through the gates.
+
+    preflight -> (rehearsal) -> load -> parity -> bulk
+
+What is computed is decided here, how by the engine. The plan of batches is made over the *whole* dataset and depends only on it
+and the batch settings; a resumed run makes the same batches and skips what finished shards hold, so that a run killed at any
+moment and started again ends with the same samples and the same bytes as an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas import preflight
+from eyas.dataset import Sample, TokenDataset, open_dataset
+from eyas.embedded import resolve_model_path
+from eyas.engines.base import Engine, Progress
+from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError
+from eyas.layers import LayerIndex, resolve_layer_ids
+from eyas.manifest import now, refuse_foreign_folder
+from eyas.model_files import ModelInfo, describe_model
+from eyas.preflight import Check
+from eyas.shard_writer import DEFAULT_SHARD_BYTES
+from eyas.store import (
+    LEDGER,
+    STORE_DTYPES,
+    STORE_FILES,
+    StoreSpec,
+    finished_shards,
+    refuse_other_states,
+    write_store_manifest,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractSettings:
+    """What a run is asked for; the flags of `eyas extract` have the same names.
+
+    Attributes:
+        model_path: folder, hub id or `smollm2`. prepared_data: see `dataset.open_dataset`. output_dir: the store's folder.
+        engine: transformers | vllm. layer_ids: ids or `final`, None for the default aux layers. layer_index: how they count.
+        with_final: also store the target state (id N). dtype: auto | bfloat16 | float32 | float16.
+        store_dtype: auto (as computed) | fp8 | bfloat16 ...: only `auto` and `fp8` differ in bytes.
+        batch_size: most samples in one forward pass (None: no limit). batch_tokens: most tokens in one (None: by device).
+        max_seq_len: longer samples go to the ledger (None: the model's positions).
+        shard_bytes: aimed at per shard. parity_samples: how many samples gate 4 takes.
+        device, threads: engine `transformers`. tp_size, gpu_memory_utilization: engine `vllm`.
+    """
+
+    model_path: str
+    prepared_data: str
+    output_dir: str
+    engine: str = "transformers"
+    revision: str | None = None
+    layer_ids: Sequence[int | str] | None = None
+    layer_index: LayerIndex = "stream"
+    with_final: bool = True
+    dtype: str = "auto"
+    store_dtype: str = "auto"
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    max_seq_len: int | None = None
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    parity_samples: int = 4
+    device: str = "auto"
+    threads: int | None = None
+    tp_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """What a run did. `written`, `tokens`, `bytes`: the whole store; `new_*`: this run. `exit_code`: 0, 20 or 130."""
+
+    folder: Path
+    samples: int
+    written: int
+    tokens: int
+    bytes: int
+    new_samples: int
+    new_tokens: int
+    seconds: float
+    rejected: tuple[tuple[str, str], ...]
+    parity: dict[str, Any] | None
+    interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return EXIT_INTERRUPTED
+        return EXIT_INCOMPLETE if self.rejected else 0
+
+
+def extract(
+    *,
+    on_preflight: Callable[[list[Check]], None] | None = None,
+    on_stage: Callable[[str], None] | None = None,
+    on_progress: Callable[[Progress, int, int], None] | None = None,
+    **options: Any,
+) -> ExtractReport:
+    """Extract hidden states of chosen layers for every sample of a dataset.
+
+    Args:
+        on_preflight: called with the preflight table. on_stage: called with a line for each stage that begins.
+        on_progress: called with (progress, samples to do, tokens to do) after each batch.
+        options: the fields of `ExtractSettings`.
+
+    Returns:
+        ExtractReport; `exit_code` tells a complete run (0) from one with samples in the ledger (20) or stopped (130).
+
+    Raises:
+        InputError, PreflightError, FolderConflictError, ParityError, ContractError, DiskFullError, EngineError, StoreError:
+        each says what was found, where, and what to do. Finished shards are always kept.
+    """
+    known = {f.name for f in fields(ExtractSettings)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise InputError(f"unknown option {unknown[0]!r}", f"one of {', '.join(sorted(known))}")
+    settings = ExtractSettings(**options)
+    say = on_stage or (lambda line: log.info(line))
+    say("preflight")
+    job = plan(settings)
+    if on_preflight is not None:
+        on_preflight(job.checks)
+    preflight.refuse_failures(job.checks)
+    folder = Path(settings.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(folder), stoppable() as stop:
+        return _run(job, folder, stop, say, on_progress)
+
+
+@dataclass
+class Job:
+    """A run as planned: everything known before the load."""
+
+    settings: ExtractSettings
+    info: ModelInfo
+    dataset: TokenDataset
+    spec: StoreSpec
+    engine: Engine
+    batches: list[list[int]]
+    done: set[str]
+    too_long: list[tuple[str, str]]
+    checks: list[Check]
+
+
+def plan(settings: ExtractSettings) -> Job:
+    """Gate 1: read model, dataset and output folder, plan the batches, check the machine. Loads and writes nothing."""
+    _check_numbers(settings)
+    path = resolve_model_path(settings.model_path, settings.revision)
+    info = describe_model(path, settings.model_path, trust_remote_code=settings.trust_remote_code)
+    layer_ids = resolve_layer_ids(
+        settings.layer_ids, info.num_layers, index=settings.layer_index, with_final=settings.with_final
+    )
+    dataset = open_dataset(settings.prepared_data)
+    folder = Path(settings.output_dir)
+    refuse_foreign_folder(folder, STORE_FILES)
+
+    dtype = info.dtype if settings.dtype == "auto" else settings.dtype
+    store_dtype = dtype if settings.store_dtype == "auto" else settings.store_dtype
+    if store_dtype not in (dtype, "fp8") or store_dtype not in STORE_DTYPES:
+        raise InputError(
+            f"--store-dtype {store_dtype} does not go with --dtype {dtype}",
+            f"auto (the same as computed: {dtype}) or fp8",
+        )
+    max_seq_len = settings.max_seq_len or info.max_position or int(dataset.lengths.max())
+    identity = {
+        "hash": dataset.hash,
+        "samples": len(dataset),
+        "tokens": dataset.tokens,
+        "path": str(Path(settings.prepared_data).resolve()),
+    }
+    spec = StoreSpec(info.for_manifest(), tuple(layer_ids), dtype, store_dtype, identity)
+    earlier = refuse_other_states(folder, spec)
+
+    # Rounding depends on the number of threads and on which samples share a row: a resumed run takes the first run's.
+    threads, batch_tokens, batch_size = settings.threads, settings.batch_tokens, settings.batch_size
+    if earlier is not None:
+        threads = threads or earlier.get("engine", {}).get("threads")
+        batch_tokens = batch_tokens or earlier.get("capture", {}).get("batch_tokens")
+        batch_size = batch_size or earlier.get("capture", {}).get("batch_size")
+    engine = make_engine(settings, info, threads)
+    batch_tokens = batch_tokens or engine.default_batch_tokens
+    capture = {
+        "batch_tokens": batch_tokens,
+        "batch_size": batch_size,
+        "max_seq_len": max_seq_len,
+        "shard_bytes": settings.shard_bytes,
+        "layer_ids_as_asked": None if settings.layer_ids is None else [str(i) for i in settings.layer_ids],
+        "layer_index_as_asked": settings.layer_index,
+    }
+    spec = StoreSpec(spec.model, spec.layer_ids, dtype, store_dtype, identity, engine.description, capture)
+
+    fitting = np.flatnonzero(dataset.lengths <= max_seq_len)
+    too_long = [
+        (dataset.ids[i], f"{int(dataset.lengths[i])} tokens, longer than --max-seq-len {max_seq_len}")
+        for i in np.flatnonzero(dataset.lengths > max_seq_len)
+    ]
+    batches = plan_batches(dataset.lengths, fitting, batch_tokens, batch_size)
+    done = {one for header in finished_shards(folder) for one in header.sample_ids} if folder.is_dir() else set()
+    unknown = done - set(dataset.ids)
+    if unknown:
+        raise FolderConflictError(
+            f"{folder} holds {len(unknown)} samples that are not in {settings.prepared_data}",
+            "name another --output-dir",
+        )
+    left = int(sum(int(dataset.lengths[i]) for i in fitting if dataset.ids[i] not in done))
+    checks = [
+        preflight.check_model(info),
+        *preflight.check_lengths(dataset, info, max_seq_len),
+        Check(
+            "layers",
+            "OK",
+            f"ids {layer_ids}" + (", the last one the target state" if layer_ids[-1] == info.num_layers else ""),
+        ),
+        Check(
+            "output",
+            "OK",
+            f"{folder}: " + (f"resuming, {len(done)} of {len(dataset)} samples are there" if done else "new store"),
+        ),
+        preflight.check_leftovers(folder),
+        preflight.check_disk(folder, spec, left),
+        *engine.preflight(),
+        preflight.check_versions(),
+    ]
+    return Job(settings, info, dataset, spec, engine, batches, done, too_long, checks)
+
+
+def _check_numbers(settings: ExtractSettings) -> None:
+    for name in ("batch_size", "batch_tokens", "max_seq_len", "threads", "tp_size", "shard_bytes", "parity_samples"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}", "it must be 1 or more")
+    if not 0 < settings.gpu_memory_utilization <= 1:
+        raise InputError(f"--gpu-memory-utilization is {settings.gpu_memory_utilization}", "a share between 0 and 1")
+
+
+def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None) -> Engine:
+    """The engine that `--engine` names, not loaded yet."""
+    if settings.engine == "transformers":
+        from eyas.engines.transformers import TransformersEngine, TransformersSettings
+
+        if settings.tp_size != 1:
+            raise InputError(
+                f"--tp-size {settings.tp_size}: engine transformers runs on one device", "use --engine vllm"
+            )
+        return TransformersEngine(
+            info, TransformersSettings(settings.dtype, settings.device, threads, settings.trust_remote_code)
+        )
+    raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
+
+
+def plan_batches(
+    lengths: np.ndarray, positions: np.ndarray, batch_tokens: int, batch_size: int | None
+) -> list[list[int]]:
+    """Next-fit in dataset order: rows of at most `batch_tokens` tokens and `batch_size` samples; a longer sample has its own.
+
+    Nothing is padded, so there is nothing to gain from sorting by length, and dataset order keeps reads sequential.
+    """
+    batches: list[list[int]] = []
+    used = 0
+    for position in positions:
+        length = int(lengths[position])
+        if not batches or used + length > batch_tokens or (batch_size is not None and len(batches[-1]) >= batch_size):
+            batches.append([])
+            used = 0
+        batches[-1].append(int(position))
+        used += length
+    return batches
+
+
+def _run(
+    job: Job,
+    folder: Path,
+    stop: StopRequest,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress, int, int], None] | None,
+) -> ExtractReport:
+    import time
+
+    settings, dataset, engine = job.settings, job.dataset, job.engine
+    for half in folder.glob("shard-*.tmp"):
+        log.info("removing half-written %s", half.name)
+        half.unlink()
+    todo = [batch for batch in job.batches if any(dataset.ids[i] not in job.done for i in batch)]
+    new = [i for batch in todo for i in batch if dataset.ids[i] not in job.done]
+    new_tokens = int(sum(int(dataset.lengths[i]) for i in new))
+    earlier = read_parity(folder)
+    parity: dict[str, Any] | None = earlier
+    rejected, interrupted = list(job.too_long), False
+    begun = time.monotonic()
+    done_now = Progress(0, 0, 0)
+    if todo:
+        write_store_manifest(folder, job.spec, "open", parity=parity)
+        say(f"loading {job.info.id} ({job.spec.dtype}, {engine.name})")
+        try:
+            engine.load(job.spec.layer_ids)
+            say("parity")
+            parity = engine.parity(pick_parity_samples(dataset, job.batches, settings.parity_samples))
+            write_store_manifest(folder, job.spec, "open", parity=parity)
+            say(f"extracting {len(new)} samples, {new_tokens} tokens")
+            begun = time.monotonic()
+            stop.in_bulk = True
+
+            def advance(progress: Progress) -> None:
+                nonlocal done_now
+                done_now = progress
+                if on_progress is not None:
+                    on_progress(progress, len(new), new_tokens)
+
+            result = engine.capture(
+                read_batches(dataset, todo, job.info.vocab_size),
+                folder,
+                job.spec,
+                shard_bytes=settings.shard_bytes,
+                done=job.done,
+                progress=advance,
+                stop=stop,
+            )
+            rejected += result.rejected
+            interrupted = result.interrupted and done_now.samples < len(new)
+        finally:
+            engine.close()
+    seconds = time.monotonic() - begun
+    return _finish(job, folder, rejected, parity, interrupted, done_now, seconds)
+
+
+def _finish(
+    job: Job,
+    folder: Path,
+    rejected: list[tuple[str, str]],
+    parity: dict[str, Any] | None,
+    interrupted: bool,
+    done_now: Progress,
+    seconds: float,
+) -> ExtractReport:
+    headers = finished_shards(folder)
+    there = {one for header in headers for one in header.sample_ids}
+    reasons = dict(rejected)
+    if not interrupted:
+        # Whatever neither lies in a shard nor has a reason was lost on the way: that is never passed over in silence (F16).
+        for one in job.dataset.ids:
+            if one not in there and one not in reasons:
+                reasons[one] = "no states came out of the engine for it, and no reason"
+    rejected = sorted((one, why) for one, why in reasons.items() if one not in there)
+    write_ledger(folder, rejected)
+    totals = {
+        "samples": len(there),
+        "tokens": sum(header.tokens for header in headers),
+        "bytes": sum(header.path.stat().st_size for header in headers),
+        "not_written": len(rejected),
+    }
+    shards = [
+        {
+            "name": h.path.name,
+            "samples": len(h.sample_ids),
+            "tokens": h.tokens,
+            "bytes": h.path.stat().st_size,
+            "norms": json.loads(h.metadata["norms"]),
+        }
+        for h in headers
+    ]
+    status = "open" if interrupted else ("incomplete" if rejected else "complete")
+    rate = {"samples": done_now.samples, "tokens": done_now.tokens, "seconds": round(seconds, 3)}
+    write_store_manifest(folder, job.spec, status, parity=parity, totals=totals, last_run=rate, shards=shards)
+    return ExtractReport(
+        folder,
+        len(job.dataset),
+        totals["samples"],
+        totals["tokens"],
+        totals["bytes"],
+        done_now.samples,
+        done_now.tokens,
+        seconds,
+        tuple(rejected),
+        parity,
+        interrupted,
+    )
+
+
+def read_parity(folder: Path) -> dict[str, Any] | None:
+    """The parity report of an earlier run into this folder, if any."""
+    path = folder / "manifest.json"
+    return json.loads(path.read_text()).get("parity") if path.exists() else None
+
+
+def write_ledger(folder: Path, rejected: Sequence[tuple[str, str]]) -> None:
+    """`ledger.jsonl`: one line per sample that is not in the store. No samples, no file."""
+    path = folder / LEDGER
+    if not rejected:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(".lock.ledger.tmp")
+    lines = (json.dumps({"sample_id": one, "reason": why, "time": now()}) + "\n" for one, why in rejected)
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_size: int) -> Iterator[list[Sample]]:
+    """Read batches when they are asked for, checking token ids against the target's vocabulary.
+
+    Raises InputError for a token id outside it: the dataset was made with another tokenizer.
+    """
+    for batch in batches:
+        samples = [dataset[i] for i in batch]
+        for position, sample in zip(batch, samples, strict=True):
+            if int(sample.token_ids.max()) >= vocab_size:
+                raise InputError(
+                    f"{dataset.path}: sample {position} has token id {int(sample.token_ids.max())}, the target's vocabulary has {vocab_size}",
+                    "the dataset was made with another tokenizer: run `eyas prepare` with this --model-path",
+                )
+        yield samples
+
+
+def pick_parity_samples(
+    dataset: TokenDataset, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
+) -> list[Sample]:
+    """A few samples for gate 4: the shortest, then others spread over the dataset, as long as they fit in `most_tokens`."""
+    positions = [i for batch in batches for i in batch]
+    shortest = min(positions, key=lambda i: int(dataset.lengths[i]))
+    spread = [positions[k] for k in np.linspace(0, len(positions) - 1, max(count, 2)).astype(int)]
+    chosen: list[int] = []
+    tokens = 0
+    for i in [shortest, *spread]:
+        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(dataset.lengths[i]) <= most_tokens):
+            chosen.append(i)
+            tokens += int(dataset.lengths[i])
+    return [dataset[i] for i in chosen]
+
+
+@contextmanager
+def lock_folder(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Hold an output folder for one run; the lock goes with the process, however it ends.
+
+    Raises FolderConflictError naming the run, process and host that hold it.
+    """
+    path = folder / name
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "an unknown run"
+            raise FolderConflictError(
+                f"{folder} is being written by another run: {holder}",
+                "wait for it, stop it, or name another --output-dir",
+            ) from None
+        file.truncate(0)
+        json.dump(
+            {
+                "run": os.environ.get("EYAS_RUN_ID"),
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": now(),
+                "command": " ".join(sys.argv),
+            },
+            file,
+        )
+        file.flush()
+        # The file stays: removing it would let a third process lock a new one while a second holds the old.
+        yield
+
+
+class StopRequest(threading.Event):
+    """Set when the user asked for an ordered stop. `in_bulk`: there are open shards to finish."""
+
+    in_bulk = False
+
+
+@contextmanager
+def stoppable() -> Iterator[StopRequest]:
+    """Turn the first Ctrl-C or SIGTERM during bulk into an ordered stop; a second one, or one before bulk, stops at once."""
+    stop = StopRequest()
+
+    def on_signal(number: int, _frame: Any) -> None:
+        if stop.is_set() or not stop.in_bulk:
+            raise KeyboardInterrupt
+        log.warning("%s: finishing the open shard; once more stops at once", signal.Signals(number).name)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
