@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,12 @@ class StoreSpec:
     dataset: dict[str, Any]
     engine: dict[str, Any] = field(default_factory=dict)
     capture: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> StoreSpec:
+        """The spec that a store's manifest was written from."""
+        values = {f.name: manifest[f.name] for f in fields(cls)}
+        return cls(**{**values, "layer_ids": tuple(values["layer_ids"])})
 
     @property
     def hidden_size(self) -> int:
