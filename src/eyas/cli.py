@@ -1,20 +1,219 @@
-"""The command line: flags -> one public function each. Everything heavy is imported inside the command that needs it."""
+"""From a large language model to a trained EAGLE-3 draft: hidden states of chosen layers, proven right, at prefill speed."""
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Optional
 
 import typer
 
-from eyas.errors import EyasError
+from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 
-def main() -> None:
-    """Run the command line; an EyasError becomes its message on stderr and its own exit code."""
+class Dtype(str, Enum):
+    """Compute dtype."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float16 = "float16"
+
+
+def _version(show: bool) -> None:
+    if show:
+        from eyas.manifest import package_version
+
+        typer.echo(f"eyas {package_version('eyas') or 'unknown'}")
+        raise typer.Exit
+
+
+@app.callback()
+def settings(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(envvar="EYAS_LOG_LEVEL", help="debug, info, warning or error, for eyas's own lines.")
+    ] = "warning",
+) -> None:
+    """Set up before any command."""
+    level = logging.getLevelName(log_level.upper())
+    if not isinstance(level, int):
+        raise typer.BadParameter(
+            f"{log_level} is no log level: debug, info, warning or error", param_hint="--log-level"
+        )
+    logger = logging.getLogger("eyas")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+@app.command()
+def extract(
+    model_path: Annotated[
+        str, typer.Option(help="The target: a Hugging Face folder, a hub id, or `smollm2` (embedded).")
+    ],
+    prepared_data: Annotated[
+        str, typer.Option(help="Token dataset: a folder from `eyas prepare`, or a .jsonl of input_ids and loss_mask.")
+    ],
+    output_dir: Annotated[str, typer.Option(help="The state store. Resumed when it holds the same run's states.")],
+    engine: Annotated[str, typer.Option(help="transformers | vllm")] = "transformers",
+    layer_ids: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer on Python 3.10
+        typer.Option(help="Layers to store, or `final`; several after one flag. Default: 2, N//2, N-3."),
+    ] = None,
+    layer_index: Annotated[
+        str,
+        typer.Option(help="How --layer-ids count: `stream` (k = after k layers) or `output` (0-based layer outputs)."),
+    ] = "stream",
+    final: Annotated[
+        bool,
+        typer.Option("--final/--no-final", help="Also store the target state (the last layer, before the final norm)."),
+    ] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Compute dtype; auto is the checkpoint's.")] = Dtype.auto,
+    store_dtype: Annotated[
+        str, typer.Option(help="auto (as computed) or fp8 (one scale per token and layer).")
+    ] = "auto",
+    batch_size: Annotated[Optional[int], typer.Option(help="Most samples per forward pass. Default: no limit.")] = None,  # noqa: UP045
+    batch_tokens: Annotated[
+        Optional[int], typer.Option(help="Most tokens per forward pass. Default: by device.")
+    ] = None,  # noqa: UP045
+    max_seq_len: Annotated[
+        Optional[int], typer.Option(help="Longer samples go to the ledger. Default: the model's positions.")
+    ] = None,  # noqa: UP045
+    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of GPU memory for the engine (engine vllm).")
+    ] = 0.9,
+    shard_size: Annotated[float, typer.Option(help="Megabytes aimed at per shard.")] = 512,
+    parity_samples: Annotated[int, typer.Option(help="Samples for the parity gate.")] = 4,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 (engine transformers).")] = "auto",
+    threads: Annotated[Optional[int], typer.Option(help="CPU threads. Default: as many as are free.")] = None,  # noqa: UP045
+    revision: Annotated[Optional[str], typer.Option(help="Hub revision.")] = None,  # noqa: UP045
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
+) -> None:
+    """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
+    from eyas import console
+    from eyas.extraction import extract as run
+
+    bar = console.BulkBar()
+
+    def stage(line: str) -> None:
+        if line.startswith("extracting"):
+            bar.begin()
+        if line != "preflight":
+            console.out.print(f"[bold]{line}[/]")
+
     try:
-        app()
+        report = run(
+            model_path=model_path,
+            prepared_data=prepared_data,
+            output_dir=output_dir,
+            engine=engine,
+            layer_ids=layer_ids,
+            layer_index=layer_index,
+            with_final=final,
+            dtype=dtype.value,
+            store_dtype=store_dtype,
+            batch_size=batch_size,
+            batch_tokens=batch_tokens,
+            max_seq_len=max_seq_len,
+            tp_size=tp_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            shard_bytes=int(shard_size * 1e6),
+            parity_samples=parity_samples,
+            device=device,
+            threads=threads,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            on_preflight=console.show_preflight,
+            on_stage=stage,
+            on_progress=bar.update,
+        )
+    finally:
+        bar.close()
+    console.show_extract_report(report)
+    if report.interrupted:
+        console.err.print("stopped as asked: finished shards are kept. Run the same command again to go on.")
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(help="A state store.")],
+    model_path: Annotated[
+        Optional[str],
+        typer.Option(help="The target, to recompute samples. Default: the one the store names, if it is here."),
+    ] = None,  # noqa: UP045
+    recompute: Annotated[int, typer.Option(help="How many random samples to recompute; 0 for none.")] = 4,
+    seed: Annotated[Optional[int], typer.Option(help="Which samples; default: others each time.")] = None,  # noqa: UP045
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
+) -> None:
+    """Check every byte of a store, then recompute a few samples by an independent forward pass."""
+    from eyas import console
+    from eyas.errors import StoreError
+    from eyas.manifest import read_manifest
+    from eyas.store import FORMAT_VERSION, KIND
+    from eyas.verification import verify as run
+
+    report = run(store, model_path, recompute=recompute, seed=seed, device=device, trust_remote_code=trust_remote_code)
+    console.show_verify_report(report, read_manifest(store, KIND, FORMAT_VERSION)["model"]["num_layers"])
+    if report.problems:
+        raise typer.Exit(StoreError.exit_code)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A state store or a token dataset.")],
+    sample: Annotated[int, typer.Option(help="Which sample's tokens to show.")] = 0,
+) -> None:
+    """Show what a folder holds, and one sample's tokens with the loss mask in colour."""
+    from eyas import console
+
+    console.inspect_store(folder, sample)
+
+
+#: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.
+MANY = ("--layer-ids",)
+
+
+def spread_lists(arguments: list[str]) -> list[str]:
+    """`--layer-ids 2 30 58` -> `--layer-ids 2 --layer-ids 30 --layer-ids 58`, since the parser takes one value per flag."""
+    spread: list[str] = []
+    flag: str | None = None
+    for argument in arguments:
+        if argument in MANY:
+            flag = argument
+        elif flag is not None and not argument.startswith("--"):
+            spread += [flag, argument]
+        else:
+            flag = None
+            spread.append(argument)
+    if arguments and arguments[-1] in MANY:
+        spread.append(arguments[-1])
+    return spread
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; an EyasError becomes its message on stderr and its own exit code."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        app(spread_lists(sys.argv[1:] if arguments is None else arguments), prog_name="eyas")
     except EyasError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.secho(
+            "stopped at once: finished shards are kept, the same command goes on from there", fg="yellow", err=True
+        )
+        sys.exit(EXIT_INTERRUPTED)
