@@ -7,7 +7,7 @@ import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -68,7 +68,7 @@ def extract(
     output_dir: Annotated[str, typer.Option(help="The state store. Resumed when it holds the same run's states.")],
     engine: Annotated[str, typer.Option(help="transformers | vllm")] = "transformers",
     layer_ids: Annotated[
-        Optional[list[str]],  # noqa: UP045 - typer on Python 3.10
+        list[str] | None,
         typer.Option(help="Layers to store, or `final`; several after one flag. Default: 2, N//2, N-3."),
     ] = None,
     layer_index: Annotated[
@@ -83,13 +83,11 @@ def extract(
     store_dtype: Annotated[
         str, typer.Option(help="auto (as computed) or fp8 (one scale per token and layer).")
     ] = "auto",
-    batch_size: Annotated[Optional[int], typer.Option(help="Most samples per forward pass. Default: no limit.")] = None,  # noqa: UP045
-    batch_tokens: Annotated[
-        Optional[int], typer.Option(help="Most tokens per forward pass. Default: by device.")
-    ] = None,  # noqa: UP045
+    batch_size: Annotated[int | None, typer.Option(help="Most samples per forward pass. Default: no limit.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Most tokens per forward pass. Default: by device.")] = None,
     max_seq_len: Annotated[
-        Optional[int], typer.Option(help="Longer samples go to the ledger. Default: the model's positions.")
-    ] = None,  # noqa: UP045
+        int | None, typer.Option(help="Longer samples go to the ledger. Default: the model's positions.")
+    ] = None,
     tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of GPU memory for the engine (engine vllm).")
@@ -97,8 +95,8 @@ def extract(
     shard_size: Annotated[float, typer.Option(help="Megabytes aimed at per shard.")] = 512,
     parity_samples: Annotated[int, typer.Option(help="Samples for the parity gate.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 (engine transformers).")] = "auto",
-    threads: Annotated[Optional[int], typer.Option(help="CPU threads. Default: as many as are free.")] = None,  # noqa: UP045
-    revision: Annotated[Optional[str], typer.Option(help="Hub revision.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: as many as are free.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:
     """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
@@ -151,11 +149,11 @@ def extract(
 def verify(
     store: Annotated[Path, typer.Argument(help="A state store.")],
     model_path: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="The target, to recompute samples. Default: the one the store names, if it is here."),
-    ] = None,  # noqa: UP045
+    ] = None,
     recompute: Annotated[int, typer.Option(help="How many random samples to recompute; 0 for none.")] = 4,
-    seed: Annotated[Optional[int], typer.Option(help="Which samples; default: others each time.")] = None,  # noqa: UP045
+    seed: Annotated[int | None, typer.Option(help="Which samples; default: others each time.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:

@@ -192,7 +192,7 @@ def decode_pieces(model_id: str, token_ids: Sequence[int]) -> list[str] | None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (InputError, OSError, ValueError):
         return None
-    return [tokenizer.decode([int(i)]) for i in token_ids]
+    return [str(tokenizer.decode([int(i)])) for i in token_ids]
 
 
 def inspect_store(folder: Path, sample: int) -> None:
