@@ -66,6 +66,12 @@ class EngineError(EyasError):
     exit_code = 10
 
 
+class StalledError(EyasError):
+    """The watchdog saw no progress for the set time and stopped the run (`--on-stall stop`); finished shards are kept."""
+
+    exit_code = 11
+
+
 #: The run finished but some samples were not written: their reasons are in `ledger.jsonl`.
 EXIT_INCOMPLETE = 20
 #: The run was stopped on request (Ctrl-C, `eyas runs stop`); finished shards are kept, the same command resumes.
