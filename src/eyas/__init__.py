@@ -14,6 +14,7 @@ _PUBLIC = {
     "verify": "eyas.verification",
     "prepare": "eyas.preparation",
     "extract": "eyas.extraction",
+    "train": "eyas.training",
 }
 
 __all__ = sorted(_PUBLIC)

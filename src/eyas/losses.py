@@ -1,0 +1,180 @@
+"""Losses of the draft against the target's distribution: fp32, in chunks of rows, head included.
+
+p is the target's distribution restricted to the draft vocabulary (softmax over the target's logits of those D tokens, which is the full
+softmax renormalised), q the draft's. Per supervised row:
+
+    kl   KL(p || q) = sum_v p_v (log p_v - log q_v)
+    tv   1 - alpha, with alpha = sum_v min(p_v, q_v): the chance that rejection sampling accepts a token of q (total variation)
+    lk   lambda KL + (1 - lambda) TV with lambda = exp(-3 alpha), alpha in lambda held constant: KL's strong gradient while the two lie
+         apart, acceptance itself once they are near (Samarin et al., "LK Losses", arXiv 2602.23881, the hybrid objective)
+
+The draft's logits never exist for all rows at once: each chunk's logits, loss and gradient with respect to the hidden rows are computed
+in one go during the forward pass, so that the backward pass only scales. That costs no recomputation, and one [chunk, D] buffer.
+Arithmetic after the head's matrix product is fp32 (fp64 for fp64 inputs): in bf16 a KL gradient near convergence is off by percents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.packing import StepTargets
+
+#: lambda's steepness in `lk`; 3 is the paper's best hybrid setting.
+LK_ETA = 3.0
+
+
+class StepLoss(NamedTuple):
+    """Sums over the supervised rows of one step (0-dim, fp32): the loss (differentiable), rows whose argmax is the target's (among the
+    draft vocabulary), and alpha = sum min(p, q)."""
+
+    loss: Tensor
+    correct: Tensor
+    alpha: Tensor
+
+
+def kl_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """KL per row and its gradient.
+
+    Args:
+        z: [S, D] the draft's logits. t: [S, D] the target's.
+
+    Returns:
+        loss [S], d loss / d z [S, D], argmax agrees [S] bool, alpha [S]; the loss in fp32 (fp64 for fp64).
+    """
+    log_q, log_p = _log_softmax(z), _log_softmax(t)
+    p, q = log_p.exp(), log_q.exp()
+    loss = (p * (log_p - log_q)).sum(-1)
+    return loss, q - p, z.argmax(-1) == t.argmax(-1), torch.minimum(p, q).sum(-1)
+
+
+def tv_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Total variation per row and its gradient; arguments and results as in `kl_rows`."""
+    p, q = _log_softmax(t).exp(), _log_softmax(z).exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    return 1 - alpha, _tv_gradient(p, q), z.argmax(-1) == t.argmax(-1), alpha
+
+
+def lk_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The hybrid LK loss per row and its gradient; arguments and results as in `kl_rows`."""
+    log_q, log_p = _log_softmax(z), _log_softmax(t)
+    p, q = log_p.exp(), log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    share = torch.exp(-LK_ETA * alpha)
+    loss = share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - alpha)
+    gradient = share.unsqueeze(-1) * (q - p) + (1 - share).unsqueeze(-1) * _tv_gradient(p, q)
+    return loss, gradient, z.argmax(-1) == t.argmax(-1), alpha
+
+
+def _tv_gradient(p: Tensor, q: Tensor) -> Tensor:
+    # d(1 - sum min(p, q)) / dq is -1 where q < p and 0 elsewhere; then through the softmax.
+    lower = (q < p).to(q.dtype)
+    return q * ((q * lower).sum(-1, keepdim=True) - lower)
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, -1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]] = {
+    "kl": kl_rows,
+    "tv": tv_rows,
+    "lk": lk_rows,
+}
+
+
+def loss_rows(name: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The loss called `name`. Raises InputError for an unknown one, listing those there are."""
+    if name not in LOSSES:
+        raise InputError(f"unknown loss {name!r}", f"--loss is one of {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+def step_loss(
+    x: Tensor,
+    head: Tensor,
+    teacher: Tensor,
+    targets: StepTargets,
+    loss: str = "kl",
+    *,
+    chunk: int = 2048,
+    compiled: bool = False,
+) -> StepLoss:
+    """Loss of one training-time-test step, summed over its supervised rows.
+
+    Args:
+        x: [R, H], the draft's normed output rows. head: [D, H] the draft's head.
+        teacher: [R, D] the target's logits over the draft vocabulary, of the same rows' tokens.
+        targets: which rows learn from which states. loss: `kl`, `tv` or `lk`.
+        chunk: rows at a time. compiled: fuse the row-wise part with torch.compile.
+
+    Returns:
+        StepLoss; `loss` is differentiable in `x`, and in `head` if it requires a gradient.
+    """
+    rows = _compiled_rows(loss) if compiled else _weighted_rows(loss)
+    total, correct, alpha = _StepLoss.apply(x, head, teacher, targets, rows, chunk)
+    return StepLoss(total, correct, alpha)
+
+
+def _weighted_rows(loss: str) -> Callable[..., Any]:
+    rows = loss_rows(loss)
+
+    def weighted(z: Tensor, teacher: Tensor, states: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        losses, gradient, agrees, alpha = rows(z, teacher[states])
+        return (
+            (losses * weights).sum(),
+            (gradient * weights.unsqueeze(-1)).to(z.dtype),
+            (agrees * weights).sum(),
+            (alpha * weights).sum(),
+        )
+
+    return weighted
+
+
+@cache
+def _compiled_rows(loss: str) -> Callable[..., Any]:
+    return torch.compile(_weighted_rows(loss), dynamic=False)
+
+
+class _StepLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, head, teacher, targets, rows, chunk):  # type: ignore[override]
+        want_x, want_head = ctx.needs_input_grad[:2]
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        sums = torch.zeros(3, dtype=wide, device=x.device)
+        grad_x = torch.zeros_like(x) if want_x else None
+        grad_head = torch.zeros_like(head, dtype=wide) if want_head else None
+        for start in range(0, len(targets.rows), chunk):
+            at = slice(start, start + chunk)
+            index = targets.rows[at]
+            x_chunk = x[index]
+            loss, grad_z, correct, alpha = rows(
+                x_chunk @ head.T, teacher, targets.states[at], targets.weights[at].to(wide)
+            )
+            sums += torch.stack([loss, correct, alpha])
+            if grad_x is not None:
+                grad_x.index_add_(0, index, grad_z @ head)  # padding rows add zero to row 0
+            if grad_head is not None:
+                grad_head += grad_z.T @ x_chunk
+        ctx.save_for_backward(grad_x, grad_head)
+        ctx.head_dtype = head.dtype
+        loss, correct, alpha = sums.unbind()
+        ctx.mark_non_differentiable(correct, alpha)
+        return loss.clone(), correct, alpha
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss, _correct, _alpha):  # type: ignore[override]
+        grad_x, grad_head = ctx.saved_tensors
+        return (
+            None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype),
+            None if grad_head is None else (grad_head * grad_loss).to(ctx.head_dtype),
+            None,
+            None,
+            None,
+            None,
+        )

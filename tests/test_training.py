@@ -1,0 +1,241 @@
+"""Training end to end on a tiny random target: learning, exact resume, checkpoints, refusals."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import eyas
+from eyas.checkpoints import list_checkpoints
+from eyas.dataset import DatasetWriter, Sample
+from eyas.draft_files import load_draft
+from eyas.embedded import resolve_model_path
+from eyas.errors import FolderConflictError, InputError, StoreError
+from eyas.extraction import extract
+from eyas.loader import plan_epoch, split_by_id
+from eyas.model_files import describe_model
+from eyas.teacher import load_target_parts
+from eyas.training import train
+from eyas.verification import verify
+
+VOCAB, WIDTH = 96, 32
+
+
+def make_target(folder, seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).float()
+    # Layers that add little: the next token is nearly a function of the last one, which a tiny draft can learn from few samples.
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_dataset(folder, count=48, seed=0):
+    rng = np.random.default_rng(seed)
+    writer = DatasetWriter(folder)
+    for _ in range(count):
+        length = int(rng.integers(12, 40))
+        # A counting language that a draft can learn: each token is the one before plus a step that the first token names.
+        first, stride = rng.integers(0, VOCAB), rng.integers(1, 4)
+        ids = (first + stride * np.arange(length)) % VOCAB
+        mask = np.zeros(length, np.uint8)
+        mask[int(rng.integers(3, 6)) :] = 1
+        writer.add(Sample.of(ids, mask))
+    writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    root = tmp_path_factory.mktemp("training")
+    target, data = make_target(root / "target"), make_dataset(root / "data")
+    extract(
+        model_path=str(target),
+        prepared_data=str(data),
+        output_dir=str(root / "store"),
+        layer_ids=[1, 3, 5],
+        dtype="float32",
+    )
+    verify(str(root / "store"), model_path=str(target))
+    return root
+
+
+def options(work, name, **changes):
+    return {
+        "states": work / "store",
+        "model_path": str(work / "target"),
+        "output_dir": work / name,
+        "draft_vocab_size": 64,
+        "ttt_steps": 3,
+        "batch_tokens": 200,
+        "steps": 12,
+        "eval_every": 4,
+        "log_every": 1,
+        "held_out": 0.2,
+        "chain": 3,
+        "learning_rate": 3e-3,
+        "dtype": "float32",
+        "trackers": (),
+        **changes,
+    }
+
+
+def curve(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_draft(folder)[0].state_dict()
+
+
+def test_training_lowers_the_loss_and_raises_simulated_acceptance(work):
+    report = train(**options(work, "learns", steps=150, eval_every=50, single_step_share=0.3))
+    losses = [line["loss"][0] for line in curve(work / "learns") if "loss" in line]
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    assert report.best["acceptance_length"] > report.before["acceptance_length"] + 0.1
+    draft, manifest = load_draft(work / "learns", load_target_parts(describe_model(work / "target")).embedding)
+    assert manifest["acceptance"]["simulated"] == report.best
+    assert manifest["config"]["aux_layer_ids"] == [1, 3, 5]
+    assert len(curve(work / "learns")[0]["loss"]) == 1
+    assert len([x for x in curve(work / "learns") if "loss" in x][-1]["loss"]) == 3
+    assert draft.t2d.sum() == 64
+
+
+def test_stopped_and_resumed_is_bit_equal_to_undisturbed(work):
+    train(**options(work, "whole", accumulate=2))
+    stop = threading.Event()
+
+    def stop_at_five(figures):
+        if figures["step"] == 5:
+            stop.set()
+
+    first = train(**options(work, "parts", accumulate=2), progress=stop_at_five, stop=stop)
+    assert first.interrupted
+    assert first.steps == 5
+    second = train(**options(work, "parts", accumulate=2))
+    assert second.steps == 12
+    assert curve(work / "whole") == curve(work / "parts")
+    last = [list_checkpoints(work / name / "checkpoints")[-1] for name in ("whole", "parts")]
+    one, other = (torch.load(p / "optimizer.pt", weights_only=True)["state"] for p in last)
+    for key, moments in one.items():
+        assert torch.equal(moments["exp_avg_sq"], other[key]["exp_avg_sq"]), key
+    for key, value in weights(work / "whole").items():
+        assert torch.equal(torch.nan_to_num(value), torch.nan_to_num(weights(work / "parts")[key])), key
+    assert len(list_checkpoints(work / "parts" / "checkpoints")) == 2
+
+
+def test_killed_between_checkpoints_repeats_the_same_curve(work):
+    """A crash loses the steps since the checkpoint; doing them again writes the same lines, none twice."""
+    train(**options(work, "crashed"))
+    whole = curve(work / "crashed")
+    newest = list_checkpoints(work / "crashed" / "checkpoints")[-1]
+    (newest / "state.json").rename(newest.parent / "gone.json")
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()  # as if the run had died before writing it
+    (newest.parent / "gone.json").unlink()
+    report = train(**options(work, "crashed"))
+    assert report.steps == 12
+    assert curve(work / "crashed") == whole
+
+
+def test_a_run_with_other_settings_or_data_is_refused_with_the_field(work):
+    train(**options(work, "fixed", steps=2))
+    with pytest.raises(FolderConflictError, match=r"settings\.loss: the folder has 'kl', this run wants 'tv'"):
+        train(**options(work, "fixed", loss="tv"))
+    # F15: the folder's vocabulary was counted on other data.
+    other = make_dataset(work / "data2", seed=5)
+    extract(
+        model_path=str(work / "target"),
+        prepared_data=str(other),
+        output_dir=str(work / "store2"),
+        layer_ids=[1, 3, 5],
+        dtype="float32",
+    )
+    verify(str(work / "store2"), model_path=str(work / "target"))
+    (work / "fixed" / "settings.json").unlink()
+    with pytest.raises(FolderConflictError, match="vocabulary of other data"):
+        train(**options(work, "fixed", states=work / "store2"))
+
+
+def test_stores_that_cannot_train_are_refused(work, tmp_path):
+    def store(name, **changes):
+        extract(
+            **{
+                "model_path": str(work / "target"),
+                "prepared_data": str(work / "data"),
+                "output_dir": str(tmp_path / name),
+                "layer_ids": [1, 3, 5],
+                "dtype": "float32",
+                **changes,
+            }
+        )
+        return tmp_path / name
+
+    unverified = store("unverified")
+    with pytest.raises(StoreError, match="has not passed `eyas verify`"):
+        train(**options(work, "no", states=unverified))
+    headless = store("headless", with_final=False)
+    with pytest.raises(StoreError, match=r"not 6 \(final\)"):
+        train(**options(work, "no", states=headless, allow_unverified=True))
+    with pytest.raises(StoreError, match=r"needs \[2\]"):
+        train(**options(work, "no", aux_layers=(1, 2, 5)))
+    another = make_target(tmp_path / "another", seed=9)
+    with pytest.raises(StoreError, match="weights_hash"):
+        train(**options(work, "no", model_path=str(another)))
+    with pytest.raises(InputError, match="unknown loss"):
+        train(**options(work, "no", loss="mse"))
+    assert not (work / "no").exists()
+
+
+def test_starting_from_an_existing_draft_keeps_what_it_knows(work):
+    first = train(**options(work, "source", steps=60, eval_every=60))
+    report = train(**options(work, "from", steps=1, eval_every=1, learning_rate=1e-6, init_from=work / "source"))
+    assert report.before["acceptance_length"] == pytest.approx(first.best["acceptance_length"])
+    with pytest.raises(InputError, match=r"gate_proj"):
+        train(**options(work, "from2", init_from=work / "source", draft={"intermediate_size": 128}))
+
+
+def test_plan_deals_every_sample_once_and_evenly():
+    lengths = np.random.default_rng(0).integers(5, 60, 200)
+    positions = np.arange(0, 200, 2)
+    for parts in (1, 4, 6):
+        steps = plan_epoch(positions, lengths, batch_tokens=150, parts=parts, seed=3, epoch=1)
+        assert sorted(int(p) for step in steps for part in step for p in part) == positions.tolist()
+        for step in steps:
+            loads = [lengths[part].sum() for part in step]
+            assert max(loads) - min(loads) <= 60
+            assert min(loads) > 0
+    assert str(plan_epoch(positions, lengths, batch_tokens=150, parts=2, seed=3, epoch=2)) != str(steps)
+    with pytest.raises(InputError, match="cannot feed"):
+        plan_epoch(positions[:3], lengths, batch_tokens=150, parts=4, seed=0, epoch=0)
+
+
+def test_split_goes_by_id_not_by_order():
+    ids = [f"{i * 7919 % 10007:032x}" for i in range(100)]
+    one, other = split_by_id(ids, 0.1), split_by_id(ids[::-1], 0.1)
+    assert {ids[i] for i in one.held_out} == {ids[::-1][i] for i in other.held_out}
+    assert len(one.held_out) == 10
+    assert not set(one.train) & set(one.held_out)
+
+
+def test_public_name_and_model_path_resolution(work):
+    assert eyas.train is train
+    assert resolve_model_path(str(work / "target")) == work / "target"
