@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eyas import cli_data
 from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -55,6 +56,9 @@ def settings(
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+
+
+app.command()(cli_data.prepare)
 
 
 @app.command()

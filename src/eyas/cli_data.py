@@ -1,0 +1,113 @@
+"""The commands about data; `cli.py` registers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from eyas.errors import EXIT_INCOMPLETE, InputError
+
+
+def _json_option(name: str, text: str) -> dict[str, Any]:
+    """A flag that takes a JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{name}: not JSON ({error})", f"for example {name} '{{\"enable_thinking\": false}}'"
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"{name}: expected a JSON object, found {value!r}")
+    return value
+
+
+def _text_of(name: str, path: Path | None) -> str | None:
+    """The text of a file that a flag names."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name} {path}: {error}") from None
+
+
+def _pairs(name: str, values: list[str]) -> dict[str, str]:
+    """A repeated flag of the form NAME=VALUE."""
+    for value in values:
+        if "=" not in value:
+            raise InputError(f"{name} {value}: expected NAME=VALUE")
+    return dict(value.split("=", 1) for value in values)
+
+
+def prepare(
+    data: Annotated[list[str], typer.Option(help="File, folder, packaged set, or a name for `datasets`. Repeatable.")],
+    model_path: Annotated[
+        str, typer.Option(help="The target: its tokenizer and chat template are used. `smollm2` is embedded.")
+    ],
+    output_dir: Annotated[Path, typer.Option(help="Folder of the token dataset.")],
+    max_seq_len: Annotated[int, typer.Option(help="Longest sample, in tokens.")] = 2048,
+    on_long: Annotated[
+        Literal["truncate", "drop", "split"], typer.Option(help="What becomes of longer samples.")
+    ] = "truncate",
+    supervise: Annotated[
+        Literal["assistant", "last-turn", "all"], typer.Option(help="Which tokens the draft learns to predict.")
+    ] = "assistant",
+    rewritten: Annotated[
+        Literal["unroll", "skip"],
+        typer.Option(
+            help="An earlier turn that the template shows otherwise than generated: a sample of its own, or not supervised."
+        ),
+    ] = "unroll",
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="JSON for the template, e.g. '{\"enable_thinking\": false}'.")
+    ] = "",
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use instead of the tokenizer's template.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="WHAT=COLUMN, where columns have unusual names. Repeatable.")
+    ] = None,
+    data_config: Annotated[
+        str | None, typer.Option(help="Configuration, for a data set that `datasets` loads.")
+    ] = None,
+    data_split: Annotated[str, typer.Option(help="Split, for a data set that `datasets` loads.")] = "train",
+    duplicates: Annotated[
+        Literal["once", "keep"], typer.Option(help="Equal samples: written once with their count, or kept.")
+    ] = "once",
+    heldout: Annotated[
+        float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
+    ] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Tokenising processes; default one per core.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a dataset in OUTPUT_DIR that was made otherwise.")] = False,
+    strict: Annotated[bool, typer.Option(help="End with exit code 20 when any row was rejected.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code that comes with the model.")] = False,
+) -> None:
+    """Chat data -> token dataset: the target's chat template, and a loss mask on what the assistant generates."""
+    from eyas.dataset_view import print_report
+    from eyas.masks import MaskSettings
+    from eyas.preparation import PrepareSettings
+    from eyas.preparation import prepare as run
+
+    mask = MaskSettings(supervise, rewritten, _json_option("--chat-template-kwargs", chat_template_kwargs))
+    settings = PrepareSettings(max_seq_len, on_long, mask, duplicates, heldout)
+    report = run(
+        list(data),
+        model_path,
+        output_dir,
+        settings=settings,
+        columns=_pairs("--column", column or []),
+        data_config=data_config,
+        data_split=data_split,
+        chat_template=_text_of("--chat-template", chat_template),
+        trust_remote_code=trust_remote_code,
+        limit=limit,
+        workers=workers,
+        overwrite=overwrite,
+    )
+    print_report(report)
+    if strict and report.dropped:
+        raise typer.Exit(EXIT_INCOMPLETE)

@@ -1,0 +1,556 @@
+"""`eyas prepare`: chat data -> token dataset with loss masks, streaming.
+
+    eyas prepare --data conversations --model-path smollm2 --output-dir out/dataset
+
+Rows are read one by one (`conversations.py`), made tokens and masks in worker processes (`masks.py`), and written as they come, in the
+order of the input. Nothing is lost silently: every row that was not used stands in `rejected.jsonl` with file, line and reason, and the
+report counts what was cut.
+
+Trade-off: exact duplicates are found by a set of 16-byte sample ids, the one thing in memory that grows with the number of rows (about
+100 bytes a row); two spellings of one conversation are two samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from eyas.conversations import Conversation, DataSource, RawRow, RowError, TokenRow, check_columns, parse_row, read_rows
+from eyas.dataset import DatasetWriter, Sample
+from eyas.errors import EyasError, FolderConflictError, InputError
+from eyas.manifest import MANIFEST, content_hash, differing_fields, read_manifest, refuse_foreign_folder, write_json
+from eyas.masks import ChatTemplate, MaskedTokens, MaskError, MaskSettings
+
+log = logging.getLogger(__name__)
+
+OnLong = Literal["truncate", "drop", "split"]
+Duplicates = Literal["once", "keep"]
+#: The sets written for this project that ship inside the package.
+PACKAGED = ("conversations", "word_problems", "word_problems_heldout")
+REJECTED, REPORT, HELDOUT = "rejected.jsonl", "report.json", "heldout"
+#: Rows that one task of a worker process handles: large enough for batched tokenising, small enough for a bounded queue.
+CHUNK_ROWS = 128
+#: Inputs of fewer chunks than this are prepared without worker processes.
+CHUNKS_ALONE = 16
+HISTOGRAM_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What decides the content of the dataset (and so stands in its manifest).
+
+    max_seq_len: longest sample in tokens. on_long: what becomes of longer ones. heldout: share of the conversations kept apart.
+    duplicates: `once` = equal samples are written once with their count, `keep` = as often as they come.
+    """
+
+    max_seq_len: int = 2048
+    on_long: OnLong = "truncate"
+    mask: MaskSettings = field(default_factory=MaskSettings)
+    duplicates: Duplicates = "once"
+    heldout: float = 0.0
+
+
+@dataclass
+class PrepareReport:
+    """Counts of one run. rows = kept + dropped (rows); samples can be more than kept rows (unrolled, split) or fewer (duplicates)."""
+
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    samples: int = 0
+    heldout_samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    truncated: int = 0
+    answers: int = 0
+    answers_cut: int = 0
+    answers_lost: int = 0
+    windows: int = 0
+    duplicates: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # the first ones; all of them are in rejected.jsonl
+    histogram: dict[str, int] = field(default_factory=dict)
+    longest: int = 0
+    seconds: float = 0.0
+    workers: int = 1
+    output: str = ""
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def packaged(name: str) -> Path:
+    """Path of a set that ships with eyas: `conversations`, `word_problems`, `word_problems_heldout`. Raises InputError for another name."""
+    path = Path(__file__).with_name("data") / f"{name}.jsonl"
+    if name not in PACKAGED or not path.exists():
+        raise InputError(f"no packaged set named {name!r}", f"there are {', '.join(PACKAGED)}")
+    return path
+
+
+def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder, hub id or `smollm2`. Raises InputError when there is none."""
+    from transformers import AutoTokenizer
+
+    from eyas.embedded import EMBEDDED_NAME, embedded_model
+
+    # Not `resolve_model_path`, which would download the weights of a hub model too.
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(
+            f"no tokenizer could be loaded from {model_path}: {error}",
+            "give a model's folder or hub id; some tokenizers need --trust-remote-code",
+        ) from None
+
+
+# ---------------------------------------------------------------- one chunk of rows, in a worker process
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A sample of a row: ids, mask, and what a cut did to it."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    truncated: bool
+    cut: int
+    lost: int
+
+
+@dataclass(frozen=True)
+class _RowResult:
+    place: RawRow  # without its data
+    pieces: list[_Piece]
+    notes: list[str]
+    answers: int
+    key: bytes  # what the held-out split goes by
+    reason: str | None = None
+    lost: int = 0
+
+
+class _RowMaker:
+    """Rows -> samples, with one tokenizer and template; lives in each worker process."""
+
+    def __init__(
+        self,
+        model_path: str,
+        trust_remote_code: bool,
+        template: str | None,
+        settings: PrepareSettings,
+        columns: Mapping[str, str],
+    ):
+        self.settings, self.columns = settings, columns
+        self.template = ChatTemplate(load_tokenizer(model_path, trust_remote_code), settings.mask, template)
+
+    def __call__(self, rows: Sequence[RawRow]) -> list[_RowResult]:
+        parsed: list[tuple[RawRow, Conversation | TokenRow | None, str | None, int]] = []
+        texts = []
+        item: Conversation | TokenRow | None
+        for row in rows:
+            place = RawRow(row.file, row.line, None)
+            try:
+                item = parse_row(row, self.columns)
+                made = self.template.masked_texts(item) if isinstance(item, Conversation) else []
+                texts += made
+                parsed.append((place, item, None, len(made)))
+            except (RowError, MaskError) as error:
+                parsed.append((place, None, str(error), 0))
+        tokens = iter(self.template.tokens(texts))
+        results = []
+        for place, item, reason, count in parsed:
+            made_tokens: list[MaskedTokens | MaskError] = list(islice(tokens, count))
+            if isinstance(item, TokenRow):
+                made_tokens = [
+                    MaskedTokens(np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8), [])
+                ]
+            results.append(self._result(place, item, reason, made_tokens))
+        return results
+
+    def _result(
+        self,
+        place: RawRow,
+        item: Conversation | TokenRow | None,
+        reason: str | None,
+        tokens: list[MaskedTokens | MaskError],
+    ) -> _RowResult:
+        failed = next((str(one) for one in tokens if isinstance(one, MaskError)), reason)
+        if failed or item is None:
+            return _RowResult(place, [], [], 0, b"", failed)
+        settings = self.settings
+        pieces: list[_Piece] = []
+        notes: list[str] = []
+        answers = lost = 0
+        why = "no assistant token"
+        for one in tokens:
+            assert isinstance(one, MaskedTokens)
+            notes += one.notes
+            answers += len(runs(one.loss_mask))
+            fitted = fit(one.token_ids, one.loss_mask, settings.max_seq_len, settings.on_long)
+            kept = [piece for piece in fitted if piece.loss_mask.any()]
+            if one.loss_mask.any() and not kept:
+                lost += len(runs(one.loss_mask))
+                why = (
+                    f"longer than --max-seq-len {settings.max_seq_len} ({len(one.token_ids)} tokens)"
+                    if settings.on_long == "drop"
+                    else f"no assistant token within --max-seq-len {settings.max_seq_len}"
+                )
+            pieces += kept
+        if not pieces:
+            return _RowResult(place, [], [], answers, b"", why, lost)
+        return _RowResult(place, pieces, notes, answers, split_key(item), None, lost)
+
+
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each run of ones in a mask [T]: one per answer."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def fit(token_ids: np.ndarray, loss_mask: np.ndarray, max_seq_len: int, on_long: OnLong) -> list[_Piece]:
+    """A sample [T] within the length limit: itself, cut, nothing, or windows of `max_seq_len`; every answer that lost tokens is counted.
+
+    `cut` = answers that go on beyond the piece's end, `lost` = answers that lie wholly beyond it (always 0 for windows: nothing is lost).
+    """
+    T = len(token_ids)
+    if max_seq_len >= T:
+        return [_Piece(token_ids, loss_mask, False, 0, 0)]
+    if on_long == "drop":
+        return []
+    answers = runs(loss_mask)
+    if on_long == "truncate":
+        cut = sum(start < max_seq_len < end for start, end in answers)
+        lost = sum(start >= max_seq_len for start, _ in answers)
+        return [_Piece(token_ids[:max_seq_len], loss_mask[:max_seq_len], True, cut, lost)]
+    pieces = []
+    for first in range(0, T, max_seq_len):
+        last = min(first + max_seq_len, T)
+        cut = sum(start < last < end for start, end in answers)
+        pieces.append(_Piece(token_ids[first:last], loss_mask[first:last], cut > 0, cut, 0))
+    return pieces
+
+
+def split_key(item: Conversation | TokenRow) -> bytes:
+    """What the held-out split goes by: a hash of the *prompt*, the turns before the first answer.
+
+    It depends on no tokenizer, template, length limit or order, and two answers to one question never lie on both sides.
+    """
+    if isinstance(item, TokenRow):
+        first = next((i for i, flag in enumerate(item.loss_mask) if flag), len(item.token_ids))
+        text = json.dumps(item.token_ids[:first])
+    else:
+        asked: list[list[str]] = []
+        for message in item.messages:
+            if message["role"] == "assistant" and asked:
+                break
+            if message["role"] != "system":
+                asked.append([message["role"], " ".join(message["content"].split())])
+        text = json.dumps(asked, ensure_ascii=False)
+    return hashlib.blake2b(b"eyas.split.1" + text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def is_heldout(key: bytes, share: float) -> bool:
+    """Whether a conversation with this split key is in the held-out part; a larger share contains a smaller one."""
+    return int.from_bytes(key, "little") < share * 2**64
+
+
+_maker: _RowMaker | None = None
+
+
+def _start_worker(*arguments: Any) -> None:
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _maker = _RowMaker(*arguments)
+
+
+def _work(rows: list[RawRow]) -> list[_RowResult]:
+    assert _maker is not None
+    return _maker(rows)
+
+
+def _chunks(sources: Sequence[DataSource], limit: int | None) -> Iterator[list[RawRow]]:
+    stream = islice((row for source in sources for row in read_rows(source)), limit)
+    while chunk := list(islice(stream, CHUNK_ROWS)):
+        yield chunk
+
+
+def _results(
+    chunks: Iterator[list[RawRow]], maker: _RowMaker, workers: int, arguments: tuple[Any, ...]
+) -> Iterator[list[_RowResult]]:
+    """Results in the order of the rows; worker processes are started only for inputs that repay it."""
+    if workers == 1:
+        for chunk in chunks:
+            yield maker(chunk)
+        return
+    ahead = list(islice(chunks, CHUNKS_ALONE))
+    if len(ahead) < CHUNKS_ALONE:  # starting processes costs seconds
+        for chunk in ahead:
+            yield maker(chunk)
+        return
+    import multiprocessing
+
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
+    waiting: deque[Future[list[_RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_work, chunk))
+            if len(waiting) > 3 * workers:  # back-pressure: rows in flight are bounded
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise EyasError(
+            "a tokenising process died (out of memory, or a script that calls prepare() without `if __name__ == '__main__':`)",
+            "run again with --workers 1",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def prepare(
+    data: str | Path | Sequence[str | Path],
+    model_path: str,
+    output_dir: str | Path,
+    *,
+    settings: PrepareSettings | None = None,
+    columns: Mapping[str, str] | None = None,
+    data_config: str | None = None,
+    data_split: str = "train",
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    limit: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[PrepareReport], None] | None = None,
+) -> PrepareReport:
+    """Make a token dataset from chat data, with the target's tokenizer and chat template.
+
+    Args:
+        data: files, folders, names of packaged sets or of data sets that `datasets` can load; several are read one after another.
+        model_path: folder or hub id of the target (only its tokenizer is loaded), or `smollm2`.
+        output_dir: the dataset's folder; a held-out part is a dataset of its own in its subfolder `heldout`.
+        columns: what -> column, where a data set names them unusually (`{"messages": "dialogue"}`).
+        chat_template: Jinja text to use instead of the tokenizer's.
+        workers: tokenising processes; None = one per available core, and none for small inputs.
+        progress: called with the running report after each chunk of rows.
+
+    Returns:
+        The report; also written to `report.json`, with every rejected row in `rejected.jsonl`.
+
+    Raises:
+        InputError: unreadable source, no template, or not one row could be used (the first reasons are named).
+        FolderConflictError: the folder holds something else, or a dataset made from other input or settings.
+    """
+    settings, columns = settings or PrepareSettings(), dict(columns or {})
+    _check(settings, columns)
+    names = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
+    sources = [
+        DataSource(
+            str(packaged(name)) if name in PACKAGED and not Path(name).exists() else name, data_config, data_split
+        )
+        for name in names
+    ]
+    arguments = (model_path, trust_remote_code, chat_template, settings, columns)
+    maker = _RowMaker(*arguments)
+    described = {
+        "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
+        "tokenizer": describe_tokenizer(maker.template, model_path),
+        "settings": json.loads(json.dumps(asdict(settings))),
+    }
+    folder = Path(output_dir)
+    _clear(folder, described, overwrite)
+    report = PrepareReport(workers=workers or available_cores(), output=str(folder))
+    sink = _Sink(folder, settings, report)
+    started = time.monotonic()
+    for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
+        for result in results:
+            sink.add(result)
+        report.seconds = time.monotonic() - started
+        if progress:
+            progress(report)
+    if not report.samples:
+        sink.abandon()
+        shown = (
+            "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3]) or "the input is empty"
+        )
+        raise InputError(
+            f"not one of {report.rows} rows could be used: {shown}", "fix the data, or the template (--chat-template)"
+        )
+    sink.close(described)
+    report.seconds = time.monotonic() - started
+    log.info(
+        "prepared %d rows: %d kept, %d dropped, %d samples, %d tokens (%.0f tokens/s, %d processes)",
+        report.rows, report.kept, report.dropped, report.samples, report.tokens, report.tokens_per_second, report.workers,
+    )  # fmt: skip
+    return report
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
+    """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
+    tokenizer = template.tokenizer
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return {
+        "model_path": model_path,
+        "class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "vocab_hash": content_hash(vocabulary.encode("utf-8", "surrogatepass")),
+        "template_hash": content_hash((template.source or "").encode()),
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
+    check_columns(columns)
+    if settings.max_seq_len < 2:
+        raise InputError(f"--max-seq-len {settings.max_seq_len}: expected at least 2 tokens")
+    if not 0.0 <= settings.heldout < 1.0:
+        raise InputError(f"--heldout {settings.heldout}: expected a share from 0 up to, not including, 1")
+
+
+def _clear(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
+    """Make room for the dataset: an unfinished one, or one of the same making, is replaced; any other is refused."""
+    refuse_foreign_folder(folder, {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, ".*.tmp"})
+    if (folder / MANIFEST).exists() and not overwrite:
+        manifest = read_manifest(folder, "eyas.dataset", 1)
+        have = {key: manifest.get(key) for key in described}
+        if differing := differing_fields(have, described):
+            raise FolderConflictError(
+                f"{folder} holds a dataset made otherwise:\n  " + "\n  ".join(differing[:8]),
+                "name another --output-dir, or replace it with --overwrite",
+            )
+    if folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a reader never sees an old manifest with new files
+        for file in [*folder.glob("data-*.parquet"), folder / REJECTED, folder / REPORT]:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder / HELDOUT, ignore_errors=True)
+
+
+class _Sink:
+    """Receives rows in order: writes samples, counts everything, remembers which samples came before."""
+
+    def __init__(self, folder: Path, settings: PrepareSettings, report: PrepareReport):
+        self.folder, self.settings, self.report = folder, settings, report
+        self.writer = DatasetWriter(folder)
+        self.heldout = DatasetWriter(folder / HELDOUT) if settings.heldout else None
+        self.rejected = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by close() or abandon()
+        self.seen: set[bytes] = set()
+        self.counts: Counter[str] = Counter()
+        self.bins = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
+
+    def add(self, result: _RowResult) -> None:
+        report = self.report
+        report.rows += 1
+        report.answers += result.answers
+        report.answers_lost += result.lost
+        if result.reason is not None:
+            self._reject(result)
+            return
+        report.kept += 1
+        report.notes.update(set(result.notes))
+        apart = self.heldout is not None and is_heldout(result.key, self.settings.heldout)
+        if any(piece.truncated for piece in result.pieces) and self.settings.on_long == "truncate":
+            report.truncated += 1
+        for piece in result.pieces:
+            report.answers_cut += piece.cut
+            report.answers_lost += piece.lost
+            sample = Sample.of(piece.token_ids, piece.loss_mask)
+            digest = bytes.fromhex(sample.id)
+            if digest in self.seen:
+                report.duplicates += 1
+                self.counts[sample.id] += 1
+                if self.settings.duplicates == "once":
+                    continue
+            self.seen.add(digest)
+            self._write(sample, piece, result, apart)
+        if len(result.pieces) > 1 and self.settings.on_long == "split":
+            report.windows += len(result.pieces)
+
+    def _write(self, sample: Sample, piece: _Piece, result: _RowResult, apart: bool) -> None:
+        report = self.report
+        writer = self.heldout if apart and self.heldout else self.writer
+        writer.add(
+            sample,
+            source=result.place.source,
+            truncated=piece.truncated,
+            split="heldout" if apart else "train",
+        )
+        report.samples += 1
+        report.heldout_samples += apart
+        report.tokens += len(sample)
+        report.supervised_tokens += int(sample.loss_mask.sum())
+        report.longest = max(report.longest, len(sample))
+        self.bins[int(np.searchsorted(HISTOGRAM_EDGES, len(sample)))] += 1
+
+    def _reject(self, result: _RowResult) -> None:
+        entry = {"file": result.place.file, "line": result.place.line, "reason": result.reason}
+        self.rejected.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self.report.dropped += 1
+        self.report.reasons[_kind_of(str(result.reason))] += 1
+        if len(self.report.rejected) < 20:
+            self.report.rejected.append(entry)
+
+    def abandon(self) -> None:
+        self.rejected.close()
+
+    def close(self, described: dict[str, Any]) -> None:
+        self.rejected.close()
+        report = self.report
+        edges = [0, *HISTOGRAM_EDGES]
+        names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
+        report.histogram = {name: int(n) for name, n in zip(names, self.bins, strict=True) if n}
+        counts = report_counts(report)
+        if self.heldout is not None:
+            if self.heldout.ids:
+                self.heldout.close(**described, part="heldout")
+            else:
+                log.warning(
+                    "the held-out part is empty: %d samples are too few for a share of %s",
+                    report.samples,
+                    self.settings.heldout,
+                )
+                shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
+        self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
+        write_json(self.folder / REPORT, counts)
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without its numbers and quotations, for counting."""
+    import re
+
+    return re.sub(r"'[^']*'|\d+", "…", reason)[:120]
+
+
+def report_counts(report: PrepareReport) -> dict[str, Any]:
+    """The report as plain JSON, without what differs between two equal runs (times, paths)."""
+    values = asdict(report)
+    for name in ("seconds", "workers", "output"):
+        values.pop(name)
+    return {**values, "notes": dict(report.notes), "reasons": dict(report.reasons)}
