@@ -313,7 +313,8 @@ def _run(
         try:
             engine.load(job.spec.layer_ids)
             say("parity")
-            parity = engine.parity(pick_parity_samples(dataset, job.batches, settings.parity_samples))
+            chosen = pick_parity_samples(dataset.lengths, job.batches, settings.parity_samples)
+            parity = engine.parity(next(read_batches(dataset, [chosen], job.info.vocab_size)))
             write_store_manifest(folder, job.spec, "open", parity=parity)
             say(f"extracting {len(new)} samples, {new_tokens} tokens")
             begun = time.monotonic()
@@ -430,19 +431,19 @@ def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_
 
 
 def pick_parity_samples(
-    dataset: TokenDataset, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
-) -> list[Sample]:
-    """A few samples for gate 4: the shortest, then others spread over the dataset, as long as they fit in `most_tokens`."""
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
+) -> list[int]:
+    """Positions of a few samples for gate 4: the shortest, then others spread over the dataset, while they fit in `most_tokens`."""
     positions = [i for batch in batches for i in batch]
-    shortest = min(positions, key=lambda i: int(dataset.lengths[i]))
+    shortest = min(positions, key=lambda i: int(lengths[i]))
     spread = [positions[k] for k in np.linspace(0, len(positions) - 1, max(count, 2)).astype(int)]
     chosen: list[int] = []
     tokens = 0
     for i in [shortest, *spread]:
-        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(dataset.lengths[i]) <= most_tokens):
+        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(lengths[i]) <= most_tokens):
             chosen.append(i)
-            tokens += int(dataset.lengths[i])
-    return [dataset[i] for i in chosen]
+            tokens += int(lengths[i])
+    return chosen
 
 
 @contextmanager

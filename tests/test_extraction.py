@@ -1,0 +1,630 @@
+"""extract on real tiny models: right states, resumable at any moment, nothing mixed, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import eyas_command, eyas_environment, run_eyas
+
+import eyas
+from eyas.errors import (
+    EXIT_INCOMPLETE,
+    EXIT_INTERRUPTED,
+    ContractError,
+    FolderConflictError,
+    InputError,
+    ParityError,
+    PreflightError,
+)
+from eyas.extraction import plan_batches
+
+LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
+
+
+def reference(folder, sample, dtype=torch.float32):
+    """hidden_states of every layer from a plain forward pass of one sample, id N before the final norm."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    last: list[torch.Tensor] = []
+    body = model.model if hasattr(model, "model") else model.transformer
+    norm = body.norm if hasattr(body, "norm") else body.ln_f
+    norm.register_forward_pre_hook(lambda m, args: last.append(args[0]))
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.from_numpy(sample.token_ids).long()[None], output_hidden_states=True, use_cache=False
+        )
+    return [*(h[0] for h in output.hidden_states[:-1]), last[0][0]]
+
+
+def relative(a, b):
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "llama_untied",
+        "llama3",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3",
+        "deepseek_v3",
+        "mistral_window",
+        "gpt_oss",
+        "gpt2",
+    ],
+)
+def test_every_layer_equals_an_fp32_reference(tiny_model, token_rows, tmp_path, kind):
+    folder, data = tiny_model(kind), token_rows(LENGTHS)
+    layers = 6 if kind == "gemma3" else 4
+    report = eyas.extract(
+        model_path=str(folder),
+        prepared_data=str(data),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=list(range(layers + 1)),
+        dtype="float32",
+        batch_tokens=130,
+    )
+    assert report.exit_code == 0
+    assert report.parity["relative_l2"].keys() == {str(i) for i in range(layers + 1)}
+    states, dataset = eyas.open_states(tmp_path / "s"), eyas.open_dataset(data)
+    assert sorted(states.ids) == sorted(dataset.ids)
+    for position in (1, 3, 8):
+        sample = dataset[position]
+        one = states[states.index_of(sample.id)]
+        for i, want in enumerate(reference(folder, sample)):
+            assert relative(one.hidden[i], want) < 1e-5, f"layer {i}"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(tiny_model, token_rows, tmp_path, kind):
+    folder, data = tiny_model(kind), token_rows([64, 40, 50, 33, 61, 57])
+    eyas.extract(
+        model_path=str(folder),
+        prepared_data=str(data),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[2, 3],
+        dtype="bfloat16",
+        batch_tokens=150,
+    )
+    states, dataset = eyas.open_states(tmp_path / "s"), eyas.open_dataset(data)
+    for i in states.layer_ids:
+        ours = theirs = 0.0
+        for sample in dataset:
+            true = reference(folder, sample)[i]
+            ours += relative(states[states.index_of(sample.id)].hidden[i], true)
+            theirs += relative(reference(folder, sample, torch.bfloat16)[i], true)
+        assert ours <= 1.1 * theirs
+
+
+def test_packing_leaks_nothing_between_samples(tiny_model, token_rows, tmp_path):
+    """The same samples one by one and all in one row: the same states."""
+    folder, data = tiny_model("llama"), token_rows(LENGTHS)
+    for name, budget in (("one", 1), ("all", 1000)):
+        eyas.extract(
+            model_path=str(folder),
+            prepared_data=str(data),
+            output_dir=str(tmp_path / name),
+            layer_ids=[2],
+            dtype="float32",
+            batch_tokens=budget,
+        )
+    one, all_ = eyas.open_states(tmp_path / "one"), eyas.open_states(tmp_path / "all")
+    for sample in one:
+        for i in (2, 4):
+            assert relative(all_[all_.index_of(sample.id)].hidden[i], sample.hidden[i]) < 1e-5
+
+
+def test_plan_keeps_order_and_budget():
+    lengths = np.array(LENGTHS)
+    batches = plan_batches(lengths, np.arange(len(lengths)), 64, 3)
+    assert [i for batch in batches for i in batch] == list(range(len(LENGTHS)))
+    for batch in batches:
+        assert len(batch) <= 3
+        assert lengths[batch].sum() <= 64 or len(batch) == 1
+
+
+def test_manifest_says_all_of_it(tiny_model, token_rows, tmp_path):
+    data = token_rows(LENGTHS)
+    eyas.extract(
+        model_path=str(tiny_model("llama")),
+        prepared_data=str(data),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[0, 2],
+        layer_index="output",
+    )
+    m = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert m["layer_ids"] == [1, 3, 4]
+    assert m["capture"]["layer_ids_as_asked"] == ["0", "2"]
+    assert m["capture"]["layer_index_as_asked"] == "output"
+    assert (m["layer_index"], m["status"], m["dtype"]) == ("stream", "complete", "float32")
+    assert m["dataset"]["hash"] == eyas.open_dataset(data).hash
+    assert m["model"]["final_norm"]["kind"] == "rms"
+    assert m["engine"]["name"] == "transformers"
+    assert m["totals"] == {"samples": 10, "tokens": sum(LENGTHS), "bytes": m["totals"]["bytes"], "not_written": 0}
+    assert m["parity"]["passed"]
+
+
+# --- stopping and starting again ------------------------------------------------------------------------------------
+
+
+def store_content(folder):
+    states = eyas.open_states(folder)
+    return {one.id: {i: t.clone() for i, t in one.hidden.items()} for one in states}
+
+
+def equal_content(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k][i], b[k][i]) for k in a for i in a[k])
+
+
+def test_killed_at_many_moments_ends_with_the_same_bytes(tiny_model, token_rows, tmp_path):
+    """F10, F11: SIGKILL again and again; what comes out is what an undisturbed run gives, bit by bit."""
+    rng = np.random.default_rng(3)
+    data = token_rows(rng.integers(20, 120, 600).tolist())
+    model = tiny_model("qwen3")
+
+    def command(folder):
+        return eyas_command(
+            "extract", "--model-path", model, "--prepared-data", data, "--output-dir", folder, "--layer-ids", "2", "--dtype", "bfloat16",
+            "--batch-tokens", "200", "--shard-size", "0.2", "--threads", "1",
+        )  # fmt: skip
+
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    subprocess.run(command(quiet), env=eyas_environment(), check=True, capture_output=True, timeout=300)
+    kills = 0
+    for shards in (1, 4, 9):
+        process = subprocess.Popen(
+            command(killed), env=eyas_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and len(list(killed.glob("shard-*.safetensors"))) < shards:
+            time.sleep(0.002)
+        time.sleep(0.003 * shards)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        with pytest.raises(eyas_error_types()):
+            eyas.open_states(killed)  # an unfinished store does not pass for a finished one
+    assert kills == 3
+    (killed / "shard-r000-00099.safetensors.tmp").write_bytes(b"half")
+    subprocess.run(command(killed), env=eyas_environment(), check=True, capture_output=True, timeout=300)
+    assert equal_content(store_content(quiet), store_content(killed))
+    assert not list(killed.glob("*.tmp"))
+    assert eyas.verify(killed, recompute=2).problems == []
+
+
+def eyas_error_types():
+    from eyas.errors import StoreError
+
+    return StoreError
+
+
+def test_ctrl_c_finishes_the_open_shard_and_says_how_to_go_on(tiny_model, token_rows, tmp_path):
+    data = token_rows([60] * 1500)
+    folder = tmp_path / "s"
+    command = eyas_command(
+        "extract", "--model-path", tiny_model("llama"), "--prepared-data", data, "--output-dir", folder, "--layer-ids", "2",
+        "--batch-tokens", "120", "--shard-size", "0.1",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        command, env=eyas_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not list(folder.glob("shard-*.safetensors")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == EXIT_INTERRUPTED
+    assert "same command again" in errors
+    kept = json.loads((folder / "manifest.json").read_text())["totals"]["samples"]
+    assert 0 < kept < 1500
+    assert kept == len(eyas.open_states(folder, allow_open=True))
+    subprocess.run(command, env=eyas_environment(), check=True, capture_output=True, timeout=300)
+    assert len(eyas.open_states(folder)) == 1500
+
+
+def test_resume_with_another_batch_size_skips_and_repeats_nothing(tiny_model, token_rows, tmp_path):
+    """F11."""
+    data, folder = token_rows(LENGTHS * 3), tmp_path / "s"
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(data),
+        "output_dir": str(folder),
+        "layer_ids": [2],
+        "shard_bytes": 20_000,
+    }
+    eyas.extract(**options, batch_tokens=70)
+    whole = store_content(folder)
+    for name in sorted(folder.glob("shard-*"))[::2]:
+        name.unlink()
+    report = eyas.extract(**options, batch_tokens=300, batch_size=4)
+    assert 0 < report.new_samples < len(whole)
+    states = eyas.open_states(folder)
+    assert sorted(states.ids) == sorted(whole)
+    assert len(set(states.ids)) == len(states.ids)
+
+
+def test_a_finished_store_is_left_alone(tiny_model, token_rows, tmp_path):
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    eyas.extract(**options)
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("shard-*")}
+    report = eyas.extract(**options)
+    assert (report.new_samples, report.written, report.exit_code) == (0, 10, 0)
+    assert report.parity["passed"]
+    assert before == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("shard-*")}
+
+
+# --- wrong input ----------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_do_not_fit_are_named_and_change_the_exit_code(tiny_model, token_rows, tmp_path):
+    """F16."""
+    data = token_rows(LENGTHS)
+    done = run_eyas(
+        "extract",
+        "--model-path",
+        tiny_model("llama"),
+        "--prepared-data",
+        data,
+        "--output-dir",
+        tmp_path / "s",
+        "--layer-ids",
+        "2",
+        "--max-seq-len",
+        "41",
+    )
+    assert done.returncode == EXIT_INCOMPLETE, done.stderr
+    ledger = [json.loads(line) for line in (tmp_path / "s" / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(line["reason"] for line in ledger) == [
+        "64 tokens, longer than --max-seq-len 41",
+        "90 tokens, longer than --max-seq-len 41",
+    ]
+    assert len(eyas.open_states(tmp_path / "s")) == 8
+    assert eyas.verify(tmp_path / "s").problems == []
+
+
+def test_output_folder_conflicts(tiny_model, token_rows, tmp_path):
+    """F12: other layers, another model, another dataset, foreign files."""
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    eyas.extract(**options)
+    for change, field in [
+        ({"layer_ids": [1]}, "layer_ids"),
+        ({"model_path": str(tiny_model("llama3"))}, "config_hash"),
+        ({"prepared_data": str(token_rows([5, 6], name="other.jsonl"))}, "dataset.hash"),
+        ({"dtype": "bfloat16"}, "dtype"),
+    ]:
+        with pytest.raises(FolderConflictError, match=field):
+            eyas.extract(**{**options, **change})
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "thesis.docx").write_text("years of work")
+    with pytest.raises(FolderConflictError, match=r"holds something else: thesis\.docx"):
+        eyas.extract(**{**options, "output_dir": str(tmp_path / "t")})
+    assert (tmp_path / "t" / "thesis.docx").exists()
+
+
+def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
+    from eyas.extraction import lock_folder
+
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    (tmp_path / "s").mkdir()
+    with lock_folder(tmp_path / "s"), pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
+        eyas.extract(**options)
+
+
+def test_weights_missing_or_cut_short(tiny_model, token_rows, tmp_path):
+    import shutil
+
+    data = token_rows(LENGTHS)
+    broken = tmp_path / "m"
+    shutil.copytree(tiny_model("llama"), broken)
+    weights = broken / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    options = {
+        "model_path": str(broken),
+        "prepared_data": str(data),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    with pytest.raises(
+        InputError, match=f"should have {len(content)} bytes by its header, it has {len(content) - 100}"
+    ):
+        eyas.extract(**options)
+    weights.unlink()
+    with pytest.raises(InputError, match="no safetensors weights"):
+        eyas.extract(**options)
+    (broken / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    )
+    with pytest.raises(InputError, match="2 of 2 weights files are missing"):
+        eyas.extract(**options)
+    (broken / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json"):
+        eyas.extract(**options)
+
+
+def test_weights_of_another_architecture_are_not_filled_with_noise(tiny_model, token_rows, tmp_path):
+    import shutil
+
+    from eyas.errors import EngineError
+
+    broken = tmp_path / "m"
+    shutil.copytree(tiny_model("llama"), broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
+    with pytest.raises(EngineError, match="weights are in no file"):
+        eyas.extract(
+            model_path=str(broken),
+            prepared_data=str(token_rows(LENGTHS)),
+            output_dir=str(tmp_path / "s"),
+            layer_ids=[2],
+        )
+
+
+def test_sharded_weights_with_an_index(tiny_model, token_rows, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tiny_model("llama")).save_pretrained(tmp_path / "m", max_shard_size="40KB")
+    assert (tmp_path / "m" / "model.safetensors.index.json").exists()
+    report = eyas.extract(
+        model_path=str(tmp_path / "m"),
+        prepared_data=str(token_rows(LENGTHS)),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[2],
+    )
+    assert report.exit_code == 0
+
+
+def test_wrong_tokenizer_wrong_numbers_no_disk(tiny_model, token_rows, tmp_path, monkeypatch):
+    model = str(tiny_model("llama"))
+    options = {
+        "model_path": model,
+        "prepared_data": str(token_rows([9], vocab_size=5000)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    with pytest.raises(InputError, match="vocabulary has 128"):
+        eyas.extract(**options)
+    for change, says in [
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"gpu_memory_utilization": 1.5}, "between 0 and 1"),
+        ({"engine": "magic"}, "transformers or vllm"),
+        ({"tp_size": 2}, "--engine vllm"),
+        ({"store_dtype": "float32", "dtype": "bfloat16"}, "does not go with"),
+        ({"dtype": "int3"}, "int3"),
+        ({"nonsense": 1}, "unknown option 'nonsense'"),
+        ({"device": "cuda:7"}, "no GPU"),
+        ({"model_path": str(tmp_path / "nowhere")}, "does not exist"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            eyas.extract(**{**options, **change})
+    monkeypatch.setattr("eyas.preflight.free_bytes", lambda folder: 1000)
+    with pytest.raises(PreflightError, match=r"disk: .* to write"):
+        eyas.extract(**options)
+    assert not list(tmp_path.glob("s/shard-*"))
+
+
+def test_repeated_rows_are_extracted_once(tiny_model, token_rows, tmp_path):
+    data = token_rows(LENGTHS)
+    data.write_text(data.read_text() * 2)
+    seen = []
+    report = eyas.extract(
+        model_path=str(tiny_model("llama")),
+        prepared_data=str(data),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[2],
+        on_preflight=seen.extend,
+    )
+    assert report.written == 10
+    assert any(c.name == "repeated samples" and c.status == "WARN" for c in seen)
+
+
+# --- faults planted into the capture --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(tiny_model):
+    from eyas.engines.transformers import TransformersEngine, TransformersSettings
+    from eyas.model_files import describe_model
+
+    made = TransformersEngine(describe_model(tiny_model("llama")), TransformersSettings("float32", "cpu", 1))
+    made.load([0, 2, 3, 4])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def samples(token_rows):
+    return list(eyas.open_dataset(token_rows([20, 35, 11])))
+
+
+def plant(engine, change):
+    """Let `change(layer, stream, lengths)` alter what the hooks give before anyone sees it."""
+    real = engine.forward_captured
+    engine.forward_captured = lambda samples, sink: real(samples, lambda i, s, n: sink(i, *change(i, s.clone(), n)))
+
+
+def test_parity_passes_on_the_undisturbed_engine(engine, samples):
+    assert engine.parity(samples)["passed"]
+
+
+def test_f2_states_of_another_request(engine, samples):
+    def swap(i, stream, lengths):
+        a, b = lengths[0], lengths[1]
+        stream[:a] = stream[a : a + a].clone() if b >= a else stream[:a]
+        return stream, lengths
+
+    plant(engine, swap)
+    with pytest.raises(ParityError, match="differs from an independent forward pass"):
+        engine.parity(samples)
+
+
+def test_f3_fewer_states_than_tokens(engine, samples):
+    plant(engine, lambda i, stream, lengths: (stream[4:], [lengths[0] - 4, *lengths[1:]]))
+    with pytest.raises(ParityError, match="has shape"):
+        engine.parity(samples)
+
+
+@pytest.mark.parametrize(("wrong", "given"), [(2, 3), (3, 2)])
+def test_f5_one_layer_early_or_late(engine, samples, wrong, given):
+    """What is handed on as layer `wrong` is layer `given`."""
+    real = engine.forward_captured
+
+    def forward(samples, sink):
+        streams = {}
+        result = real(samples, lambda i, stream, lengths: streams.update({i: stream.clone()}))
+        for i in streams:
+            sink(i, streams[given if i == wrong else i], [len(s) for s in samples])
+        return result
+
+    engine.forward_captured = forward
+    with pytest.raises(ParityError, match=rf"layer {wrong} is nearest to the reference's layer {given}.*F5"):
+        engine.parity(samples)
+
+
+def test_f6_target_state_after_the_norm(engine, samples):
+    plant(engine, lambda i, s, n: (engine.decoder.norm.forward(s) if i == 4 else s, n))
+    with pytest.raises(ParityError, match=r"F6|F5|differs from an independent"):
+        engine.parity(samples)
+    from eyas.parity import judge_final
+
+    final = torch.randn(5, 32)
+    normed = engine.decoder.norm(final)
+    assert judge_final(final, normed, engine, 1e-4, "x")["norm_error"] < 1e-5
+    with pytest.raises(ParityError, match=r"already normed.*F6"):
+        judge_final(normed, normed, engine, 1e-4, "x")
+
+
+def test_f7_hidden_without_residual(engine, samples):
+    streams = {}
+
+    def lose(i, stream, lengths):
+        streams[i] = stream
+        return (stream - streams[3] if i == 4 else stream), lengths
+
+    plant(engine, lose)
+    with pytest.raises(ParityError, match=r"layer 4 \(final\)"):
+        engine.parity(samples)
+
+
+def test_f7_wrong_kind_of_norm(engine, samples):
+    import dataclasses
+
+    engine.info = dataclasses.replace(engine.info, final_norm={"kind": "rms_1p", "eps": 1e-6})
+    with pytest.raises(ParityError, match="rms_1p norm"):
+        engine.parity(samples)
+
+
+def test_f8_a_layer_is_dropped(engine, samples):
+    engine.hooks._handles[-1].remove()
+    with pytest.raises(ContractError, match=r"states of layers \[0, 2, 3\], \[0, 2, 3, 4\] were asked for"):
+        engine.parity(samples)
+
+
+def test_f1_rows_where_layers_should_be(engine, samples):
+    """The stream arrives as [H] rows instead of [1, T, H]."""
+    engine.decoder.layers[2].register_forward_pre_hook(lambda m, args: (args[0][0, 0],), prepend=True)
+    with pytest.raises(ContractError, match=r"layer 2: the residual stream should be \[1, 66, 32\], it is \[32\]"):
+        engine.parity(samples)
+
+
+def test_f4_and_f9_in_the_bulk(tiny_model, token_rows, tmp_path, monkeypatch):
+    from eyas.engines.transformers import TransformersEngine
+
+    real = TransformersEngine.forward_captured
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS * 3)),
+        "layer_ids": [2],
+        "batch_tokens": 1000,
+        "parity_samples": 2,
+    }
+
+    def spoil(value, rows):
+        def forward(self, samples, sink):
+            def spoiled(i, stream, lengths):
+                stream = stream.clone()
+                if len(samples) > 2 and i == 2:  # parity's batch is left alone
+                    stream[:rows] = value
+                sink(i, stream, lengths)
+
+            return real(self, samples, spoiled)
+
+        return forward
+
+    monkeypatch.setattr(TransformersEngine, "forward_captured", spoil(0.0, 1))
+    with pytest.raises(ContractError, match="F4"):
+        eyas.extract(**options, output_dir=str(tmp_path / "zero"))
+    monkeypatch.setattr(TransformersEngine, "forward_captured", spoil(float("nan"), 1))
+    report = eyas.extract(**options, output_dir=str(tmp_path / "nan"))
+    assert report.exit_code == EXIT_INCOMPLETE
+    assert len(report.rejected) == 1
+    assert "F9" in report.rejected[0][1]
+    # The next run tries it again, and this time it comes out well.
+    monkeypatch.setattr(TransformersEngine, "forward_captured", real)
+    again = eyas.extract(**options, output_dir=str(tmp_path / "nan"))
+    assert (again.exit_code, again.new_samples) == (0, 1)
+    assert not (tmp_path / "nan" / "ledger.jsonl").exists()
+    assert eyas.verify(tmp_path / "nan").problems == []
+
+
+def test_hooks_that_never_fire_are_an_error(tiny_model, token_rows, tmp_path, monkeypatch):
+    from eyas.engines import transformers as module
+
+    monkeypatch.setattr(module.Capture, "_hook", lambda self, i: lambda m, a, k: None)
+    with pytest.raises(ContractError, match=r"states of layers \[\]"):
+        eyas.extract(
+            model_path=str(tiny_model("llama")),
+            prepared_data=str(token_rows(LENGTHS)),
+            output_dir=str(tmp_path / "s"),
+            layer_ids=[2],
+        )
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_peak_memory_does_not_grow_with_the_number_of_samples(tiny_model, token_rows, tmp_path):
+    program = (
+        "import sys, resource, eyas\n"
+        "eyas.extract(model_path=sys.argv[1], prepared_data=sys.argv[2], output_dir=sys.argv[3], layer_ids=[1, 2, 3], shard_bytes=1_000_000, threads=1)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    peaks = []
+    for number in (300, 3000):
+        data = token_rows([100] * number, name=f"{number}.jsonl", seed=number)
+        arguments = [str(tiny_model("llama")), str(data), str(tmp_path / f"s{number}")]
+        done = subprocess.run(
+            [*eyas_command()[:1], "-c", program, *arguments],
+            env=eyas_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    # 270,000 more tokens are 138 MB of states.
+    assert peaks[1] - peaks[0] < 25, peaks
