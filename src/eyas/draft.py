@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from eyas.errors import ContractError, InputError
 from eyas.losses import StepLoss, step_loss
 from eyas.packing import Batch
-from eyas.ttt_attention import ttt_attention
+from eyas.ttt_attention import compile_piece, ttt_attention
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -255,12 +255,12 @@ class Draft(nn.Module):
         weights = self.prepared()
         q_size = config.num_attention_heads * config.head_dim
         eps, heads, kv_heads = config.rms_norm_eps, config.num_attention_heads, config.num_key_value_heads
-        project, project_kv, finish = _pieces(self.compiled)
+        project, project_q, project_kv, finish, norm = _pieces(self.compiled)
 
         embedded = self.embed_tokens(batch.token_ids).to(self.compute_dtype)
         first = self.decoder_layers[0]
         # The embedding half of q, k, v for every token, padded so that row i can look K tokens ahead.
-        e_part = rms_norm(embedded, first.input_layernorm.weight, eps) @ weights[0].w_e.T
+        e_part = norm(embedded, first.input_layernorm.weight, eps) @ weights[0].w_e.T
         e_part = torch.cat([e_part, e_part.new_zeros(steps, e_part.shape[1])])
         h = self.combine_aux(batch.aux)
 
@@ -286,7 +286,7 @@ class Draft(nn.Module):
                     )
                     prefix.append((k, v))
                     h = h[rows]
-                    q = project(h, e_part[ahead, :q_size], w.norm, w.w_h[:q_size], cos, sin, eps, heads, 0)[0]
+                    q = project_q(h, e_part[ahead, :q_size], w.norm, w.w_h[:q_size], cos, sin, eps, heads)
                 else:
                     q, k, v = project(h, e_rows, w.norm, w.w_h, cos, sin, eps, heads, kv_heads)
                     if step == 0:
@@ -297,9 +297,9 @@ class Draft(nn.Module):
                 attended = ttt_attention(
                     q, *prefix[i], *own[i], batch.layout, config.head_dim**-0.5, compiled=self.compiled
                 )
-                residual = rms_norm(h, w.norm, eps) if i == 0 and config.norm_before_residual else h
+                residual = norm(h, w.norm, eps) if i == 0 and config.norm_before_residual else h
                 h = finish(residual, attended.flatten(1), w.w_o, w.post_norm, w.w_gate_up, w.w_down, eps)
-            normed = self.norm(h)
+            normed = norm(h, self.norm.weight, eps)
             outputs.append(normed)
             if config.norm_output:
                 h = normed
@@ -355,19 +355,24 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
+# The element-wise parts and the products between them, as plain functions, so that torch.compile can fuse each as a whole.
+
+
 def _project(h, e_rows, norm, w, cos, sin, eps: float, heads: int, kv_heads: int):
-    """q, k, v of rows [n, H], rope applied; with kv_heads = 0 only q."""
+    """q, k, v of rows [n, H], rope applied; e_rows: the embedding's share (first layer) or None."""
     qkv = rms_norm(h, norm, eps) @ w.T
     if e_rows is not None:
         qkv = qkv + e_rows
-    qkv = qkv.view(len(h), heads + 2 * kv_heads, -1)
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    q, k, v = qkv.view(len(h), heads + 2 * kv_heads, -1).split([heads, kv_heads, kv_heads], 1)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v.contiguous()
 
 
+def _project_q(h, e_rows, norm, w, cos, sin, eps: float, heads: int):
+    return apply_rope((rms_norm(h, norm, eps) @ w.T + e_rows).view(len(h), heads, -1), cos, sin)
+
+
 def _project_kv(h, e_rows, norm, w, cos, sin, eps: float, kv_heads: int):
-    kv = (rms_norm(h, norm, eps) @ w.T + e_rows).view(len(h), 2 * kv_heads, -1)
-    k, v = kv.chunk(2, 1)
+    k, v = (rms_norm(h, norm, eps) @ w.T + e_rows).view(len(h), 2 * kv_heads, -1).chunk(2, 1)
     return apply_rope(k, cos, sin), v.contiguous()
 
 
@@ -380,8 +385,8 @@ def _finish(residual, attended, w_o, post_norm, w_gate_up, w_down, eps: float):
 
 @cache
 def _pieces(compiled: bool):
-    pieces = (_project, _project_kv, _finish)
-    return tuple(torch.compile(p, dynamic=False) for p in pieces) if compiled else pieces
+    pieces = (_project, _project_q, _project_kv, _finish, rms_norm)
+    return tuple(compile_piece(p) for p in pieces) if compiled else pieces
 
 
 def rope_frequencies(config: DraftConfig) -> tuple[Tensor, float]:

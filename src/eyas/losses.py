@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eyas.errors import InputError
 from eyas.packing import StepTargets
+from eyas.ttt_attention import compile_piece
 
 #: lambda's steepness in `lk`; 3 is the paper's best hybrid setting.
 LK_ETA = 3.0
@@ -138,7 +139,7 @@ def _weighted_rows(loss: str) -> Callable[..., Any]:
 
 @cache
 def _compiled_rows(loss: str) -> Callable[..., Any]:
-    return torch.compile(_weighted_rows(loss), dynamic=False)
+    return compile_piece(_weighted_rows(loss))
 
 
 class _StepLoss(torch.autograd.Function):

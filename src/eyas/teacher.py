@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,9 @@ class Teacher:
     """
 
     def __init__(self, parts: TargetParts, draft_ids: Tensor, device: torch.device | str, dtype: torch.dtype):
-        self.parts, self.device, self.dtype = parts, device, dtype
+        bias = None if parts.norm_bias is None else parts.norm_bias.to(device)
+        self.parts = replace(parts, norm=parts.norm.to(device), norm_bias=bias)
+        self.device, self.dtype = device, dtype
         self.restricted = parts.head[draft_ids.cpu()].to(device, dtype)
         self._full: Tensor | None = None
 

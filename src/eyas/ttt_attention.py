@@ -129,12 +129,15 @@ def merge_own_backward(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for one of the draft's plain functions: static for the first shape, then once more for any number of rows."""
+    # One variant per number of own columns, each static and dynamic; the default limit of 8 would fall back to eager without a word.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function)
 
 
 def _elementwise(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    return _compiled(function) if compiled else function
+    return compile_piece(function) if compiled else function
 
 
 # The prefix: one flash kernel for all samples on a GPU (variable lengths), one call per sample on a CPU.
