@@ -185,6 +185,18 @@ def inspect(
     console.inspect_store(folder, sample)
 
 
+@app.command()
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("eyas-demo"),
+) -> None:
+    """The whole pipeline on the embedded model: minutes on a laptop CPU, no network."""
+    from eyas import console
+    from eyas.demo import demo as run
+
+    report = run(output_dir, lambda line: console.out.print(f"[bold]{line}[/]"))
+    console.show_rows(report.rows, "\ndone")
+
+
 #: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.
 MANY = ("--layer-ids",)
 

@@ -225,6 +225,7 @@ def plan(settings: ExtractSettings) -> Job:
     checks = [
         preflight.check_model(info),
         *preflight.check_lengths(dataset, info, max_seq_len),
+        preflight.check_tokenizer(dataset, info, settings.trust_remote_code),
         Check(
             "layers",
             "OK",

@@ -75,6 +75,29 @@ def check_lengths(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> l
     return rows
 
 
+def check_tokenizer(dataset: TokenDataset, info: ModelInfo, trust_remote_code: bool) -> Check:
+    """The vocabulary that made the dataset against the target's own: the same ids must mean the same tokens."""
+    from eyas.errors import InputError
+    from eyas.preparation import load_tokenizer, vocabulary_hash
+
+    made_with = (dataset.manifest or {}).get("tokenizer")
+    if made_with is None:
+        return Check(
+            "tokenizer",
+            "WARN",
+            "the dataset does not say which tokenizer made it",
+            "make it with `eyas prepare` to have this checked",
+        )
+    try:
+        own = vocabulary_hash(load_tokenizer(str(info.path), trust_remote_code))
+    except InputError:
+        return Check("tokenizer", "WARN", f"{info.id} has no tokenizer to compare with the dataset's")
+    if own != made_with["vocab_hash"]:
+        finding = f"the dataset was made with the vocabulary of {made_with['model_path']}, which is not {info.id}'s"
+        return Check("tokenizer", "FAIL", finding, "run `eyas prepare` with this --model-path")
+    return Check("tokenizer", "OK", f"the dataset was made with this vocabulary ({made_with['vocab_size']} tokens)")
+
+
 def check_disk(folder: Path, spec: StoreSpec, tokens: int) -> Check:
     """Free disk against the predicted bytes of what is still to be written."""
     need = tokens * spec.bytes_per_token + 2**20

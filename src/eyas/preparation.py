@@ -416,15 +416,20 @@ def available_cores() -> int:
 def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
     """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
     tokenizer = template.tokenizer
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return {
         "model_path": model_path,
         "class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
-        "vocab_hash": content_hash(vocabulary.encode("utf-8", "surrogatepass")),
+        "vocab_hash": vocabulary_hash(tokenizer),
         "template_hash": content_hash((template.source or "").encode()),
         "eos_token_id": tokenizer.eos_token_id,
     }
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
 
 
 def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
