@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Runs that the tests start are not the user's.
+os.environ["EYAS_STATE_DIR"] = tempfile.mkdtemp(prefix="eyas-tests-")
 
 from tiny_models import make_tiny_model
 

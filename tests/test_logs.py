@@ -193,14 +193,14 @@ def test_following_sees_new_files_and_goes_on_after_an_offset(tmp_path):
             file.write(json.dumps(record) + "\n")
 
     now = time.time()
-    append("a.log.jsonl", now - 10, "one")
+    append("rank0-a.log.jsonl", now - 10, "one")
     rounds = iter([False, True])
     seen = []
     for line in follow_lines(tmp_path, lambda: next(rounds)):
         seen.append(line)
         if line.text == "one":
-            append("a.log.jsonl", now - 8, "three")
-            append("b.log.jsonl", now - 9, "two")
+            append("rank0-a.log.jsonl", now - 8, "three")
+            append("rank1-b.log.jsonl", now - 9, "two")
     assert [line.text for line in seen] == ["one", "two", "three"]
     again = follow_lines(tmp_path, lambda: True, after={"a.log.jsonl": seen[0].offset})
     assert [line.text for line in again] == ["two", "three"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas import cli_data
+from eyas import cli_data, cli_runs
 from eyas.errors import EXIT_INTERRUPTED, EyasError
+
+if TYPE_CHECKING:
+    from eyas.engines.base import Progress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -40,28 +42,31 @@ def settings(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     log_level: Annotated[
-        str, typer.Option(envvar="EYAS_LOG_LEVEL", help="debug, info, warning or error, for eyas's own lines.")
-    ] = "warning",
+        str | None,
+        typer.Option(
+            envvar="EYAS_LOG_LEVEL",
+            help="debug, info, warning or error, for eyas's own lines. Default: info into a run's logs, warning here.",
+        ),
+    ] = None,
 ) -> None:
     """Set up before any command."""
-    level = logging.getLevelName(log_level.upper())
-    if not isinstance(level, int):
-        raise typer.BadParameter(
-            f"{log_level} is no log level: debug, info, warning or error", param_hint="--log-level"
-        )
-    logger = logging.getLogger("eyas")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
-        logger.propagate = False
-    logger.setLevel(level)
+    from eyas import logs
+
+    try:
+        level = logs.level_number(log_level or "warning")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--log-level") from None
+    if log_level:
+        os.environ[logs.LEVEL_VARIABLE] = log_level
+    logs.log_to_terminal(level)
 
 
 app.command()(cli_data.prepare)
+app.add_typer(cli_runs.runs_app, name="runs")
 
 
 @app.command()
+@cli_runs.in_run
 def extract(
     model_path: Annotated[
         str, typer.Option(help="The target: a Hugging Face folder, a hub id, or `smollm2` (embedded).")
@@ -106,14 +111,20 @@ def extract(
     """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
     from eyas import console
     from eyas.extraction import extract as run
+    from eyas.runs import report_progress
 
     bar = console.BulkBar()
 
     def stage(line: str) -> None:
+        report_progress(stage=line.split()[0])
         if line.startswith("extracting"):
             bar.begin()
         if line != "preflight":
             console.out.print(f"[bold]{line}[/]")
+
+    def advance(done: Progress, samples: int, tokens: int) -> None:
+        report_progress(samples=done.samples, total=samples, tokens=done.tokens, total_tokens=tokens, bytes=done.bytes)
+        bar.update(done, samples, tokens)
 
     try:
         report = run(
@@ -139,7 +150,7 @@ def extract(
             trust_remote_code=trust_remote_code,
             on_preflight=console.show_preflight,
             on_stage=stage,
-            on_progress=bar.update,
+            on_progress=advance,
         )
     finally:
         bar.close()
@@ -221,8 +232,9 @@ def spread_lists(arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an EyasError becomes its message on stderr and its own exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    cli_runs.typed[:] = sys.argv[1:] if arguments is None else arguments
     try:
-        app(spread_lists(sys.argv[1:] if arguments is None else arguments), prog_name="eyas")
+        app(spread_lists(cli_runs.typed), prog_name="eyas")
     except EyasError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(error.exit_code)

@@ -44,6 +44,7 @@ from eyas.processes import (
     shm_names_of,
     state_letter,
 )
+from eyas.watchdog import Watchdog
 
 logger = logging.getLogger("eyas.keeper")
 
@@ -227,7 +228,7 @@ class Keeper:
         self.started = time.monotonic()
         self.ended_rest = False
         self.ending: threading.Thread | None = None
-        self.watchdog: Any = None
+        self.watchdog = Watchdog(folder, self.run_id)
 
     def run(self) -> None:
         next_round = 0.0
@@ -366,7 +367,7 @@ class Keeper:
             self.ended_rest = True
             self.ending = threading.Thread(target=self._end_the_rest, daemon=True)
             self.ending.start()
-        if self.watchdog is not None and not self.driver_left:
+        if self.driver is not None and self.driver.host == host_name() and not self.driver_left:
             self.watchdog.look(self)
 
     def _driver_gone(self) -> bool:

@@ -127,11 +127,16 @@ class LogFile:
                 moment = self.path.stat().st_mtime if self.path.exists() else time.time()
                 role, _, rest = self.path.stem.partition("-")
                 pid = int(rest.split("-")[-2]) if rest.count("-") >= 2 else 0
-                yield Line(moment, role, None, pid, "info", "stdout", text, "", self.path.name, self.offset)
+                yield Line(moment, role, None, pid, "info", "stdout", text, "", file_key(self.path), self.offset)
                 continue
-            line = parse_line(raw, self.path.name, self.offset)
+            line = parse_line(raw, file_key(self.path), self.offset)
             if line is not None:
                 yield line
+
+
+def file_key(path: Path) -> str:
+    """Names a file without its role, which changes when a process learns its rank: `HOST-PID-START.out.jsonl`."""
+    return path.name.partition("-")[2]
 
 
 def log_files(folder: Path) -> list[Path]:
@@ -163,7 +168,7 @@ def follow_lines(
 
     Args:
         over: says that the run has ended; then what is left is read and the iterator ends.
-        after: file name -> offset to start from (a reader that was cut off goes on there).
+        after: `file_key` -> offset to start from (a reader that was cut off goes on there).
         settle: seconds a line is held back, so that an earlier one from another file can still come first.
     """
     fits = (wanted or Wanted()).test()
@@ -177,7 +182,7 @@ def follow_lines(
                 try:
                     inode = path.stat().st_ino
                     if inode not in files:
-                        files[inode] = LogFile(path, (after or {}).get(path.name, 0))
+                        files[inode] = LogFile(path, (after or {}).get(file_key(path), 0))
                     files[inode].path = path
                 except FileNotFoundError:
                     continue  # renamed between the listing and here; the next round finds it
@@ -202,7 +207,7 @@ def format_line(line: Line, colour: bool = False) -> str:
     """`12:34:56.789  rank 3    warning  text`, with further lines of a traceback indented below."""
     moment = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3]
     mark = {"stdout": ">", "stderr": ">", "stack": "#"}.get(line.stream, " ")
-    first, *rest = line.text.split("\n")
+    first, *rest = line.text.rstrip().split("\n")
     shown = f"{moment} {line.who:<10} {line.level:<8}{mark} {first}"
     if colour:
         code = {"error": "31", "critical": "31", "warning": "33", "debug": "2"}.get(line.level)

@@ -27,6 +27,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +49,7 @@ LEVELS = {
     "error": logging.ERROR,
     "critical": logging.CRITICAL,
 }
+_CURSOR = re.compile(r"\x1b\[[0-9;?]*[ABCDEFGHJKSThl]")
 _STARTUP = str(Path(__file__).resolve().parent / "startup")
 LINUX = sys.platform.startswith("linux")
 
@@ -131,6 +133,36 @@ class RecordWriter(logging.Handler):
             os.write(self.descriptor, (json.dumps(data, ensure_ascii=False) + "\n").encode(errors="replace"))
         except OSError:
             self.lost += 1  # a full disk must not end the run because of a log line; `detach` reports the count
+
+
+def terminal() -> Any:
+    """The user's stderr, past the log: for what the log holds already."""
+    return _state.get("plain_stderr") or sys.stderr
+
+
+class TerminalHandler(logging.StreamHandler):
+    """eyas's own lines for the user. In a run straight to the terminal: the log has the record already."""
+
+    @property
+    def stream(self) -> Any:
+        return terminal()
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        pass  # looked up each time
+
+
+def log_to_terminal(level: int) -> None:
+    """Show eyas's own lines of this level and above on stderr; for the command line, once per process."""
+    own = logging.getLogger("eyas")
+    handler = next((one for one in own.handlers if isinstance(one, TerminalHandler)), None)
+    if handler is None:
+        handler = TerminalHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        own.addHandler(handler)
+    handler.setLevel(level)
+    own.setLevel(level)
+    own.propagate = False
 
 
 def attach_process(role: str = "process", rank: int | None = None, *, force_streams: bool = True) -> bool:
@@ -481,8 +513,8 @@ class TerminalStream(io.TextIOWrapper):
     copy_to: int = -1
 
     def write(self, text: str) -> int:
-        # Cursor movements are a progress bar being redrawn, dozens of times a second: no log wants that.
-        if self.copy_to >= 0 and "\x1b[" not in text and "\r" not in text:
+        # Cursor movements are a progress bar being redrawn, dozens of times a second: no log wants that. Colours are fine.
+        if self.copy_to >= 0 and "\r" not in text and not _CURSOR.search(text):
             with contextlib.suppress(OSError):  # the keeper died; the terminal still has the line
                 os.write(self.copy_to, text.encode(errors="replace"))
         return super().write(text)
@@ -509,7 +541,8 @@ def attach_driver(folder: Path) -> None:
             stream.copy_to = pipe[1]
         streams.append(stream)
     sys.stdout, sys.stderr = streams
-    _state.update(saved=saved, real=real)
+    plain = io.TextIOWrapper(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
+    _state.update(saved=saved, real=real, plain_stderr=plain)
 
 
 def detach_driver() -> None:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: Set by `--detach` for the process it starts: the folder is made already, and this is the run.
 ASSIGNED_VARIABLE = "EYAS_ASSIGNED_RUN"
+RESUMES_VARIABLE = "EYAS_RESUMES"
 STATE_VARIABLE = "EYAS_STATE_DIR"
 #: A heartbeat older than this, in seconds, from a host we cannot look into, means the run is lost.
 STALE = 60.0
@@ -218,7 +219,7 @@ def start(
     log_level: str | None = None,
     stall_after: float = STALL_AFTER,
     on_stall: str = "report",
-    resumes: str | None = None,
+    run_id: str | None = None,
     **facts: Any,
 ) -> Iterator[Run]:
     """Everything inside is one run: folder, logs of every process, heartbeat, and an end that is written down.
@@ -226,6 +227,7 @@ def start(
     Args:
         command: the stage's name. argv: the command line, for `run.json` and `resume` (default: this process's own).
         run_dir: the run's folder (default: a new one under `runs_folder()`).
+        run_id: its id (default: a new one).
         log_level: of eyas's own lines, in this and every other process (default: `EYAS_LOG_LEVEL`, else info).
         stall_after: seconds without progress until the watchdog acts; 0 = never. on_stall: `report` or `stop`.
         facts: more entries for `run.json` (`output_dir`, `model`).
@@ -244,8 +246,8 @@ def start(
             raise InputError(str(error), "give --log-level one of those") from None
         os.environ[logs.LEVEL_VARIABLE] = log_level
     argv = list(sys.argv[1:] if argv is None else argv)
-    assigned = os.environ.pop(ASSIGNED_VARIABLE, None)
-    folder = Path(assigned) if assigned else create(command, argv, run_dir)
+    assigned, resumes = os.environ.pop(ASSIGNED_VARIABLE, None), os.environ.pop(RESUMES_VARIABLE, None)
+    folder = Path(assigned) if assigned else create(command, argv, run_dir, run_id)
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     record.update(
         argv=argv,
@@ -288,7 +290,7 @@ def start(
         status = _status_for(code)
         if status == "failed":
             said = isinstance(error, EyasError | SystemExit) or hasattr(error, "exit_code")
-            logger.error("%s: %s", type(error).__name__, text, exc_info=not said)
+            logger.error("%s: %s", type(error).__name__, text or f"exit code {code}", exc_info=not said)
             _show_first_causes(run)
         raise
     finally:
@@ -321,6 +323,8 @@ def _code_of(error: BaseException) -> int:
 def _text_of(error: BaseException) -> str | None:
     if isinstance(error, EyasError):
         return error.what
+    if isinstance(error, SystemExit) or hasattr(error, "exit_code"):
+        return None  # the command has said why itself
     return str(error) or type(error).__name__
 
 
@@ -337,7 +341,7 @@ def _show_first_causes(run: Run) -> None:
     time.sleep(0.3)  # what a dying rank said may still be on its way through the pipe
     causes = [cause for cause in first_causes(run.folder) if cause.role != "driver"]
     if causes:
-        sys.stderr.write(format_causes(causes))
+        logs.terminal().write(format_causes(causes))
 
 
 def _gentle_signals() -> Any:
@@ -383,7 +387,7 @@ class RunView:
 
     @property
     def ended(self) -> bool:
-        return self.state not in ("starting", "running", "stalled") or self.record.get("ended") is not None
+        return self.record.get("ended") is not None or self.state not in ("starting", "running", "stalled")
 
 
 def _read(path: Path) -> dict[str, Any]:
