@@ -61,6 +61,9 @@ def prepare(
             help="An earlier turn that the template shows otherwise than generated: a sample of its own, or not supervised."
         ),
     ] = "unroll",
+    reasoning: Annotated[
+        Literal["keep", "drop"], typer.Option(help="Whether the reasoning in the data is kept.")
+    ] = "keep",
     chat_template_kwargs: Annotated[
         str, typer.Option(help="JSON for the template, e.g. '{\"enable_thinking\": false}'.")
     ] = "",
@@ -80,6 +83,9 @@ def prepare(
     heldout: Annotated[
         float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
     ] = 0.0,
+    trust_masks: Annotated[
+        bool, typer.Option(help="Take the masks of tokenised rows without a look at their borders.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
     workers: Annotated[int | None, typer.Option(help="Tokenising processes; default one per core.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a dataset in OUTPUT_DIR that was made otherwise.")] = False,
@@ -92,8 +98,8 @@ def prepare(
     from eyas.preparation import PrepareSettings
     from eyas.preparation import prepare as run
 
-    mask = MaskSettings(supervise, rewritten, _json_option("--chat-template-kwargs", chat_template_kwargs))
-    settings = PrepareSettings(max_seq_len, on_long, mask, duplicates, heldout)
+    mask = MaskSettings(supervise, rewritten, reasoning, _json_option("--chat-template-kwargs", chat_template_kwargs))
+    settings = PrepareSettings(max_seq_len, on_long, mask, duplicates, heldout, trust_masks)
     report = run(
         list(data),
         model_path,

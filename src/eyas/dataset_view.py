@@ -36,6 +36,12 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
     row("answers", report.answers)
     row("  cut by the length limit", report.answers_cut, "their end is not in the dataset", "yellow")
     row("  wholly beyond it", report.answers_lost, "not in the dataset", "yellow")
+    row(
+        "  unfinished when generated",
+        report.answers_unfinished,
+        "marked; their end of turn is not supervised",
+        "yellow",
+    )
     console.print(table)
     for note, count in report.notes.most_common():
         console.print(f"  {count:,} rows: {note}", style="yellow")

@@ -28,14 +28,28 @@ import numpy as np
 
 from eyas.conversations import Conversation
 from eyas.errors import InputError
-from eyas.placement import CLOSE_TAG, OPEN_TAG, MaskError, Place, agree, parts_of, place_texts
+from eyas.placement import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    REASONING_NAMES,
+    MaskError,
+    Place,
+    agree,
+    parts_of,
+    place_texts,
+    without_reasoning,
+)
 from eyas.token_masks import MaskedText, MaskedTokens, mask_by_offsets, tokens_by_pieces
 
 Supervise = Literal["all", "assistant", "last-turn"]
 Rewritten = Literal["unroll", "skip"]
+Reasoning = Literal["keep", "drop"]
 
-_EMPTY_THINK = re.compile(rf"\s*(?:{OPEN_TAG})?\s*{CLOSE_TAG}\s*")
-_THINK_REST = re.compile(rf"\s*(?:{OPEN_TAG}\s*(?:{CLOSE_TAG}\s*)?)?")
+#: The note of a sample with an answer that the token limit cut off when it was generated.
+UNFINISHED = "answer unfinished when it was generated"
+_EMPTY_THINK = re.compile(rf"\s*(?:{OPEN_TAG})?\s*{CLOSE_TAG}")
+_THINK_TAIL = re.compile(rf"(?:{OPEN_TAG}\s*(?:{CLOSE_TAG}\s*)?|{CLOSE_TAG}\s*)$")
+_THINK_ONLY = re.compile(rf"(?:\s|{OPEN_TAG}|{CLOSE_TAG})*")
 _OPEN_AT_END = re.compile(rf"{OPEN_TAG}\s*$")
 
 
@@ -45,11 +59,13 @@ class MaskSettings:
 
     supervise: `assistant` = every assistant turn, `last-turn` = only the last one, `all` = every token (the assistant's place is not derived).
     rewritten: what becomes of an earlier turn that the full rendering shows otherwise than it was generated.
+    reasoning: `drop` leaves the reasoning of every turn out before anything is rendered.
     chat_template_kwargs: passed to the template, as serving would (`{"enable_thinking": false}`).
     """
 
     supervise: Supervise = "assistant"
     rewritten: Rewritten = "unroll"
+    reasoning: Reasoning = "keep"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -81,6 +97,8 @@ class ChatTemplate:
         self._special = re.compile(alternatives)
         self._end_of_turn = re.compile(rf"(?P<eot>(?:{alternatives})+)(?:\s+(?:{alternatives})*)*$")
         self._generation_prompt: str | None = None
+        names = [name for name in REASONING_NAMES if re.search(rf"""\.{name}\b|["']{name}["']""", self.source)]
+        self._reasoning_names = names
 
     # ------------------------------------------------------------ rendering
 
@@ -111,6 +129,16 @@ class ChatTemplate:
             self._generation_prompt = with_it[same:]
         return self._generation_prompt
 
+    def _clean(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them: without our own keys, the reasoning under every name that the template reads."""
+        result = []
+        for message in messages:
+            one = {key: value for key, value in message.items() if key != "finish_reason"}
+            if "reasoning_content" in one:
+                one |= dict.fromkeys(self._reasoning_names, one["reasoning_content"])
+            result.append(one)
+        return result
+
     # ------------------------------------------------------------ spans
 
     def masked_texts(self, conversation: Conversation) -> list[MaskedText]:
@@ -119,9 +147,11 @@ class ChatTemplate:
         Raises MaskError when the two derivations differ, the template refuses the row, or nothing would be supervised.
         """
         messages, notes = _without_trailing(conversation.messages)
+        if self.settings.reasoning == "drop":
+            messages = without_reasoning(messages)
         tools = conversation.tools
         if self.settings.supervise == "all":
-            text = self.render(_clean(conversation.messages), tools)
+            text = self.render(self._clean(conversation.messages), tools)
             return [MaskedText(text, [(0, len(text))], list(range(len(conversation.messages))), [])]
         for part in parts_of(messages):
             if special := self._special.search(part.value):
@@ -129,7 +159,7 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.settings.supervise == "last-turn":
             turns = turns[-1:]
-        clean = _clean(messages)
+        clean = self._clean(messages)
         full = self.render(clean, tools)
         places = place_texts(lambda marked: self.render(marked, tools), full, clean)
         spans: list[tuple[int, int]] = []
@@ -137,32 +167,32 @@ class ChatTemplate:
         alone: list[MaskedText] = []
         for turn in turns:
             last = turn == len(messages) - 1
-            before = [] if turn == 0 and not messages else clean[:turn]
             rendered = full if last else self.render(clean[: turn + 1], tools)
-            here = places if last else None
-            own = self._turn(clean[: turn + 1], before, tools, rendered, here)
-            if own.notes and "reasoning restored" in own.notes:
+            own, base = self._turn(clean[: turn + 1], tools, rendered, places if last else None)
+            if "reasoning restored" in own.notes:
                 alone.append(own)
                 continue
             start, end = own.spans[0]
             found: tuple[int, int] | None
-            if last or full.startswith(own.text[:end]):
+            if full.startswith(own.text[:end]):
                 found = (start, end)
-            else:
+            elif full.startswith(own.text[:base]):
                 found = _moved(full, own, [p for p in places if p.part.turn == turn])
                 if found:
-                    notes = [*notes, "header differs"]
+                    notes = [*notes, "think block before an earlier answer left out"]
+            else:
+                found = None
             if found is None:
                 if self.settings.rewritten == "unroll":
-                    alone.append(replace(own, notes=[*own.notes, "unrolled"]))
+                    alone.append(replace(own, notes=[*own.notes, "rewritten turn unrolled"]))
                 else:
                     notes = [*notes, "rewritten turn not supervised"]
                 continue
+            agree(full, found, turn, places)
             spans.append(self._cut(found, messages[turn], full))
             kept.append(turn)
-            notes = [*notes, *own.notes]
-            agree(full, found, turn, places)
-        alone = [replace(one, spans=[self._cut(one.spans[0], messages[one.turns[0]], one.text)]) for one in alone]
+            notes = [*notes, *own.notes, *([UNFINISHED] if messages[turn].get("finish_reason") == "length" else [])]
+        alone = [self._cut_alone(one, messages[one.turns[0]]) for one in alone]
         results = alone
         if spans:
             if self.has_generation_block:
@@ -179,16 +209,21 @@ class ChatTemplate:
         found = self._end_of_turn.search(text, span[0], span[1])
         return (span[0], found.start("eot")) if found else span
 
+    def _cut_alone(self, one: MaskedText, message: dict[str, Any]) -> MaskedText:
+        if message.get("finish_reason") != "length":
+            return one
+        return replace(one, spans=[self._cut(one.spans[0], message, one.text)], notes=[*one.notes, UNFINISHED])
+
     def _turn(
         self,
         messages: list[dict[str, Any]],
-        before: list[dict[str, Any]],
         tools: Any,
         rendered: str,
         places: list[Place] | None,
-    ) -> MaskedText:
-        """The last message of `messages` as it is generated: `rendered` (or a restored form of it) and its one span."""
-        turn = len(before)
+    ) -> tuple[MaskedText, int]:
+        """The last message of `messages` as it is generated: `rendered` (or a restored form of it) with its one span, and
+        the length of its prompt without a think tag at the end."""
+        turn = len(messages) - 1
         places = (
             place_texts(lambda marked: self.render(marked, tools), rendered, messages) if places is None else places
         )
@@ -197,13 +232,16 @@ class ChatTemplate:
         notes: list[str] = []
         if any(part.kind != "reasoning" for part in missing) or not own:
             raise MaskError(f"the template drops text of message {turn + 1}")
-        prompt = self._prompt_before(before, tools, rendered, own)
+        prompt = self._prompt_before(messages, tools, rendered, own)
+        base = prompt[: tail.start()] if (tail := _THINK_TAIL.search(prompt)) else prompt
+        if not rendered.startswith(base):
+            rendered, own = self._grafted(turn, base, prompt, rendered, own)
         if missing:
-            restored = _restore_reasoning(prompt, rendered, own, missing[0].value)
+            restored = _restore_reasoning(prompt, rendered, missing[0].value)
             if restored is None:
                 raise MaskError(
-                    f"the template drops the reasoning of message {turn + 1} even where it is the last; "
-                    "prepare with thinking on (--chat-template-kwargs), or remove the reasoning"
+                    f"the template leaves out the reasoning of message {turn + 1} even where it is the last; "
+                    "prepare with thinking on (--chat-template-kwargs) or leave it out (--reasoning drop)"
                 )
             rendered, notes, own = restored, ["reasoning restored"], []
             first, last = len(prompt), len(rendered)
@@ -211,21 +249,17 @@ class ChatTemplate:
             first, last = own[0].start, own[-1].end
         start = len(prompt)
         if not rendered.startswith(prompt):
-            start = len(_common_prefix(prompt, rendered))
-            if not _THINK_REST.fullmatch(prompt[start:]) or start > first:
-                reason = (
-                    "its reasoning is shown although thinking is off"
-                    if any(p.part.kind == "reasoning" for p in own)
-                    else "the rendering does not continue the generation prompt"
-                )
-                raise MaskError(
-                    f"message {turn + 1}: {reason} ({prompt[start:][:60]!r} against {rendered[start:][:60]!r})"
-                )
+            # A generation prompt may end in a think tag that the template leaves out again when it shows the turn.
+            start = len(base)
+            if any(place.part.kind == "reasoning" for place in own) and prompt[start:].strip():
+                why = "its reasoning is shown although the generation prompt closes it; thinking is off (--reasoning drop leaves it out)"
+                raise MaskError(_not_continued(turn, prompt, rendered, why))
         if own and not any(place.part.kind == "reasoning" for place in own):
             opened = _OPEN_AT_END.search(rendered, 0, start)
             head = rendered[opened.start() if opened else start : first]
             if empty := _EMPTY_THINK.match(head):
-                start = max(start, (opened.start() if opened else start) + empty.end())
+                after = len(head) - len(head[empty.end() :].lstrip())
+                start = max(start, (opened.start() if opened else start) + after)
                 notes.append("empty think block not supervised")
         # The end-of-turn token: special tokens that follow the turn's last text (and the template's closing of it), then at most white space.
         found = self._end_of_turn.search(rendered, last if own else start)
@@ -237,11 +271,27 @@ class ChatTemplate:
             eos = self.tokenizer.eos_token
             if eos and found.group("eot").startswith(eos):
                 end = found.start("eot") + len(eos)
-        return MaskedText(rendered, [(start, end)], [turn], notes)
+        agree(rendered, (start, end), turn, own)
+        return MaskedText(rendered, [(start, end)], [turn], notes), len(base)
 
-    def _prompt_before(self, before: list[dict[str, Any]], tools: Any, rendered: str, own: list[Place]) -> str:
+    def _grafted(self, turn: int, base: str, prompt: str, rendered: str, own: list[Place]) -> tuple[str, list[Place]]:
+        """A turn whose rendering shows *earlier* turns otherwise than its prompt did (Kimi-K2.5 drops the reasoning behind a tool call
+        once the call is answered): the turn's own part of the rendering, set behind the prompt that serving sent."""
+        usual = self.generation_prompt()
+        header = usual[: tail.start()] if (tail := _THINK_TAIL.search(usual)) else usual
+        at = rendered.rfind(header, 0, own[0].start) if header else -1
+        if at < 0 or not base.endswith(header):
+            raise MaskError(
+                _not_continued(turn, prompt, rendered, "the rendering does not continue the generation prompt")
+            )
+        cut = at + len(header)
+        shift = len(base) - cut
+        return base + rendered[cut:], [Place(one.part, one.start + shift, one.end + shift) for one in own]
+
+    def _prompt_before(self, messages: list[dict[str, Any]], tools: Any, rendered: str, own: list[Place]) -> str:
         """The serving prompt of a turn; for a conversation that the assistant opens, what stands before its text, if that ends
         as every generation prompt does."""
+        before = messages[:-1]
         if any(message["role"] != "system" for message in before):
             return self.prompt(before, tools)
         try:
@@ -250,13 +300,17 @@ class ChatTemplate:
                 return prompt
         except MaskError:
             pass
+        # Between the generation prompt and the text must stand just what stands there in an ordinary turn.
         usual = self.generation_prompt()
-        at = rendered.rfind(usual, 0, own[0].start) if usual else -1
-        if at < 0 or rendered[at + len(usual) : own[0].start].strip():
+        ordinary = self.render([{"role": "user", "content": "a"}, messages[-1]], tools)
+        text = rendered[own[0].start : own[0].end]
+        head = ordinary[ordinary.rfind(usual) + len(usual) : ordinary.rfind(text)] if usual in ordinary else ""
+        before_text = rendered[: own[0].start].removesuffix(head)
+        if not usual or not before_text.endswith(usual):
             raise MaskError(
                 "the assistant opens the conversation, and the template shows no generation prompt before it"
             )
-        return rendered[: at + len(usual)]
+        return before_text
 
     def _check_generation_block(
         self, messages: list[dict[str, Any]], tools: Any, text: str, spans: list[tuple[int, int]], places: list[Place]
@@ -346,6 +400,30 @@ class ChatTemplate:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
+    def given_mask_problem(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
+        """What is wrong with a mask that came with its tokens [T], judged by the template's generation prompt; None = nothing seen.
+
+        An answer begins right behind a generation prompt (a think tag may stand between). A run of supervised tokens that covers
+        a generation prompt, or begins one or two tokens away from one, is shifted or covers other turns.
+        """
+        usual = self.generation_prompt()
+        header = self._encode(usual[: tail.start()] if (tail := _THINK_TAIL.search(usual)) else usual)
+        if not header or len(header) > len(token_ids):
+            return None
+        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
+        ends = np.flatnonzero((windows == np.asarray(header)).all(axis=1)) + len(header)
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], loss_mask.astype(np.int8), [0]))))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            covered = ends[(ends > start) & (ends - len(header) < end)]
+            if len(covered):
+                return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1})"
+            late = start - int(ends[ends <= start].max(initial=-10))
+            if 0 < late <= 2 and not _THINK_ONLY.fullmatch(self._decode(token_ids[start - late : start].tolist())):
+                return (
+                    f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted?"
+                )
+        return None
+
     def samples(self, conversation: Conversation) -> list[MaskedTokens]:
         """All samples of one conversation. Raises MaskError."""
         results: list[MaskedTokens] = []
@@ -373,16 +451,17 @@ def _common_prefix(a: str, b: str) -> str:
     return a[: min(len(a), len(b))]
 
 
+def _not_continued(turn: int, prompt: str, rendered: str, why: str) -> str:
+    same = max(0, len(_common_prefix(prompt, rendered)) - 20)
+    return f"message {turn + 1}: {why}: prompt ...{prompt[same:][:60]!r}, rendering ...{rendered[same:][:60]!r}"
+
+
 def _without_trailing(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Cut what follows the last assistant turn: nothing there is supervised, and some templates would render earlier turns otherwise."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if last < 0:
         raise MaskError("no assistant turn")
     return messages[: last + 1], ["turns after the last answer left out"] if last + 1 < len(messages) else []
-
-
-def _clean(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in message.items() if key != "finish_reason"} for message in messages]
 
 
 def _moved(full: str, own: MaskedText, places: list[Place]) -> tuple[int, int] | None:
@@ -399,19 +478,19 @@ def _moved(full: str, own: MaskedText, places: list[Place]) -> tuple[int, int] |
     return (begin, begin + len(generated)) if full.startswith(generated, begin) else None
 
 
-def _restore_reasoning(prompt: str, rendered: str, own: list[Place], reasoning: str) -> str | None:
+def _restore_reasoning(prompt: str, rendered: str, reasoning: str) -> str | None:
     """The turn with the reasoning that its template leaves out even in the last turn, where the generation prompt opens a think
     block for it (Kimi-K2.5, DeepSeek-R1): prompt + reasoning + closing tag + answer + end of turn. None when the prompt opens none."""
     opened = _OPEN_AT_END.search(prompt)
-    content = next((place for place in own if place.part.kind == "content"), own[0])
     if opened is None or not rendered.startswith(prompt[: opened.start()]):
         return None
     tag = opened.group().strip()
     close = (
         "◁/think▷" if "◁" in tag else tag.replace("[", "[/", 1) if tag.startswith("[") else tag.replace("<", "</", 1)
     )
-    after_prompt = rendered[len(prompt) :] if rendered.startswith(prompt) else ""
-    if after_prompt.lstrip().startswith(close):  # the rendering closes it itself: `<think></think>answer`
-        return prompt + reasoning + after_prompt
+    rest = rendered[len(prompt) if rendered.startswith(prompt) else opened.start() :]
+    if empty := _EMPTY_THINK.match(rest):  # the rendering closes it itself: `<think></think>answer`
+        rest = rest[empty.end() :]
     line = "\n" if opened.group().endswith("\n") else ""
-    return prompt + reasoning.strip("\n") + line + close + line * 2 + rendered[content.start :]
+    gap = "" if rest[:1].isspace() else line * 2
+    return prompt + reasoning.strip("\n") + line + close + gap + rest

@@ -15,6 +15,8 @@ from typing import Any
 #: `<think>`, `◁think▷`, `[THINK]`: a tag that opens a block of reasoning, and the same name closing it.
 OPEN_TAG = r"(?:<[\w:|]*think(?:ing)?[\w:|]*>|◁think▷|\[THINK\])"
 CLOSE_TAG = r"(?:</[\w:|]*think(?:ing)?[\w:|]*>|◁/think▷|\[/THINK\])"
+#: Other names for `reasoning_content` that templates read.
+REASONING_NAMES = ("thinking", "reasoning")
 _INLINE_THINK = re.compile(rf"(\s*{OPEN_TAG})(.*?)({CLOSE_TAG})(.*)", re.DOTALL)
 
 
@@ -24,7 +26,7 @@ class MaskError(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """One text of the assistant inside a message: its marker, and the variants that a template may make of its ends."""
+    """One text of the assistant inside message `turn`; templates may strip white space off its ends (`variants`)."""
 
     turn: int
     kind: str  # reasoning, content, call
@@ -39,6 +41,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Place:
+    """Where a part stands in a rendering: [start, end) in characters."""
+
     part: Part
     start: int
     end: int
@@ -71,7 +75,8 @@ def _with_marks(messages: list[dict[str, Any]], marks: list[str]) -> list[dict[s
         if message["role"] != "assistant":
             continue
         if message.get("reasoning_content"):
-            message["reasoning_content"] = next(queue)
+            mark = next(queue)
+            message |= {name: mark for name in ("reasoning_content", *REASONING_NAMES) if name in message}
         content = message.get("content") or ""
         head = ""
         if inline := _INLINE_THINK.fullmatch(content):
@@ -83,6 +88,17 @@ def _with_marks(messages: list[dict[str, Any]], marks: list[str]) -> list[dict[s
             message["content"] = head + content
         for call in message.get("tool_calls") or []:
             call["function"]["name"] = next(queue)
+    return result
+
+
+def without_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without any reasoning: neither as a field nor as a think block in the text."""
+    result = []
+    for message in messages:
+        one = {key: value for key, value in message.items() if key not in ("reasoning_content", *REASONING_NAMES)}
+        if message["role"] == "assistant" and (inline := _INLINE_THINK.fullmatch(message.get("content") or "")):
+            one["content"] = inline[4].lstrip()
+        result.append(one)
     return result
 
 

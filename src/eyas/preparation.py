@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from eyas.conversations import Conversation, DataSource, RawRow, RowError, Token
 from eyas.dataset import DatasetWriter, Sample
 from eyas.errors import EyasError, FolderConflictError, InputError
 from eyas.manifest import MANIFEST, content_hash, differing_fields, read_manifest, refuse_foreign_folder, write_json
-from eyas.masks import ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.masks import UNFINISHED, ChatTemplate, MaskedTokens, MaskError, MaskSettings
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class PrepareSettings:
     """What decides the content of the dataset (and so stands in its manifest).
 
     max_seq_len: longest sample in tokens. on_long: what becomes of longer ones. heldout: share of the conversations kept apart.
+    trust_masks: whether the masks of rows that are tokens already are taken without a look at their borders.
     duplicates: `once` = equal samples are written once with their count, `keep` = as often as they come.
     """
 
@@ -62,6 +63,7 @@ class PrepareSettings:
     mask: MaskSettings = field(default_factory=MaskSettings)
     duplicates: Duplicates = "once"
     heldout: float = 0.0
+    trust_masks: bool = False
 
 
 @dataclass
@@ -79,6 +81,7 @@ class PrepareReport:
     answers: int = 0
     answers_cut: int = 0
     answers_lost: int = 0
+    answers_unfinished: int = 0
     windows: int = 0
     duplicates: int = 0
     notes: Counter[str] = field(default_factory=Counter)
@@ -136,6 +139,7 @@ class _Piece:
     truncated: bool
     cut: int
     lost: int
+    unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,9 +185,10 @@ class _RowMaker:
         for place, item, reason, count in parsed:
             made_tokens: list[MaskedTokens | MaskError] = list(islice(tokens, count))
             if isinstance(item, TokenRow):
-                made_tokens = [
-                    MaskedTokens(np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8), [])
-                ]
+                ids, mask = np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8)
+                made_tokens = [MaskedTokens(ids, mask, [])]
+                if not self.settings.trust_masks and self.settings.mask.supervise != "all":
+                    reason = self.template.given_mask_problem(ids, mask)
             results.append(self._result(place, item, reason, made_tokens))
         return results
 
@@ -208,6 +213,8 @@ class _RowMaker:
             answers += len(runs(one.loss_mask))
             fitted = fit(one.token_ids, one.loss_mask, settings.max_seq_len, settings.on_long)
             kept = [piece for piece in fitted if piece.loss_mask.any()]
+            if UNFINISHED in one.notes:
+                kept = [replace(piece, truncated=True, unfinished=True) for piece in kept]
             if one.loss_mask.any() and not kept:
                 lost += len(runs(one.loss_mask))
                 why = (
@@ -481,8 +488,14 @@ class _Sink:
         report.kept += 1
         report.notes.update(set(result.notes))
         apart = self.heldout is not None and is_heldout(result.key, self.settings.heldout)
-        if any(piece.truncated for piece in result.pieces) and self.settings.on_long == "truncate":
-            report.truncated += 1
+        report.truncated += (
+            any(
+                piece.cut or piece.lost or (len(piece.token_ids) == self.settings.max_seq_len and piece.truncated)
+                for piece in result.pieces
+            )
+            and self.settings.on_long == "truncate"
+        )
+        report.answers_unfinished += sum(piece.unfinished for piece in result.pieces)
         for piece in result.pieces:
             report.answers_cut += piece.cut
             report.answers_lost += piece.lost
@@ -506,6 +519,7 @@ class _Sink:
             source=result.place.source,
             truncated=piece.truncated,
             split="heldout" if apart else "train",
+            finish_reason="length" if piece.unfinished else None,
         )
         report.samples += 1
         report.heldout_samples += apart
