@@ -1,4 +1,4 @@
-"""Planted faults of masks and lengths: each must be caught before a dataset is made (F13, F14 of the fault list in docs/faults.md)."""
+"""Planted faults of masks and lengths (F13, F14): each must be caught before a dataset is made."""
 
 from __future__ import annotations
 
