@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas import cli_data, cli_runs
+from eyas import cli_data, cli_runs, cli_train
 from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def settings(
 
 
 app.command()(cli_data.prepare)
+app.command()(cli_train.train)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 
@@ -209,7 +210,7 @@ def demo(
 
 
 #: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.
-MANY = ("--layer-ids",)
+MANY = ("--layer-ids", "--aux-layers")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

@@ -71,7 +71,7 @@ class DraftConfig:
         if self.rope.get("rope_type", "default") not in ROPE_KINDS:
             raise InputError(
                 f"rope kind {self.rope.get('rope_type')!r} is not one that engines draft with ({', '.join(ROPE_KINDS)})",
-                "pass --rope default to train the draft with plain rope",
+                "pass --rope default to train the draft with plain rope of the same base",
             )
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(

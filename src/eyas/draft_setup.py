@@ -30,6 +30,8 @@ def derive_config(
     info: ModelInfo,
     aux_layer_ids: Sequence[int],
     draft_vocab_size: int,
+    *,
+    plain_rope: bool = False,
     **overrides: Any,
 ) -> DraftConfig:
     """Sizes of a draft for a target; any DraftConfig field can be overridden (None means derive).
@@ -63,7 +65,9 @@ def derive_config(
         "aux_layer_ids": tuple(aux_layer_ids),
         "target_layers": info.num_layers,
         "rms_norm_eps": info.final_norm["eps"],
-        "rope": rope_of(config),
+        "rope": {"rope_type": "default", "rope_theta": rope_of(config)["rope_theta"]}
+        if plain_rope
+        else rope_of(config),
         "max_position_embeddings": info.max_position or 4096,
     }
     return DraftConfig(**{**derived, **{k: v for k, v in overrides.items() if v is not None}})

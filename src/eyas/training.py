@@ -151,7 +151,7 @@ class _Run:
         size = min(s.draft_vocab_size, self.info.vocab_size)
         self.vocabulary = choose_vocabulary(counts, size, self.dataset_hash)
         parts = load_target_parts(self.info)
-        config = derive_config(self.info, self.aux_ids, size, **s.draft)
+        config = derive_config(self.info, self.aux_ids, size, plain_rope=s.plain_rope, **s.draft)
         draft = self._new_draft(config, parts)
         self.config = config
         self.teacher = Teacher(parts, self.vocabulary.ids, self.device, draft.compute_dtype)

@@ -1,0 +1,143 @@
+"""The commands about drafts; `cli.py` registers them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from eyas.errors import EXIT_INTERRUPTED
+
+
+def train(
+    states: Annotated[Path, typer.Option(help="The state store, verified.")],
+    model_path: Annotated[str, typer.Option(help="The target that the states are of: folder, hub id, or `smollm2`.")],
+    output_dir: Annotated[Path, typer.Option(help="The draft's folder. Resumed when it holds the same run.")],
+    aux_layers: Annotated[
+        list[int] | None, typer.Option(help="Stored layers that feed the draft. Default: all but the final one.")
+    ] = None,
+    draft_vocab_size: Annotated[
+        int, typer.Option(help="Most frequent supervised tokens that the draft can say.")
+    ] = 32000,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from this draft: an eyas, vLLM, SGLang or speculators folder.")
+    ] = None,
+    loss: Annotated[
+        Literal["kl", "tv", "lk"], typer.Option(help="kl, tv (total variation) or lk (both, adaptive).")
+    ] = "kl",
+    ttt_steps: Annotated[int, typer.Option(help="Training-time-test steps, K.")] = 5,
+    step_decay: Annotated[float, typer.Option(help="Weight of step k is this to the power k.")] = 0.8,
+    single_step_share: Annotated[
+        float, typer.Option(help="Share of the run, at its start, that trains with K = 1 (several times faster).")
+    ] = 0.0,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's rate after warm-up.")] = 4e-4,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per rank and micro-batch.")] = 4096,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    epochs: Annotated[float, typer.Option(help="Budget in passes over the data.")] = 1.0,
+    steps: Annotated[int | None, typer.Option(help="Budget in optimizer steps instead.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Budget by the clock instead.")] = None,
+    held_out: Annotated[float, typer.Option(help="Share of samples set apart for simulated acceptance.")] = 0.05,
+    eval_samples: Annotated[int, typer.Option(help="Most held-out samples per evaluation.")] = 256,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 500,
+    chain: Annotated[int, typer.Option(help="Guesses per verification step in the simulation.")] = 5,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints kept.")] = 2,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: at evaluations.")] = 0,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="Compute dtype; masters are fp32.")
+    ] = "auto",
+    compile: Annotated[Literal["auto", "on", "off"], typer.Option(help="torch.compile; auto: on a GPU.")] = "auto",
+    heads: Annotated[int | None, typer.Option(help="Attention heads. Default: derived from the target.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
+    mlp: Annotated[int | None, typer.Option(help="Width of the MLP.")] = None,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 1,
+    rope: Annotated[Literal["target", "default"], typer.Option(help="The target's rope, or plain rope.")] = "target",
+    norm_aux: Annotated[
+        bool, typer.Option("--norm-aux", help="Norm each auxiliary state before fc (EAGLE-3.1).")
+    ] = False,
+    norm_before_residual: Annotated[
+        bool, typer.Option("--norm-before-residual", help="The residual starts normed.")
+    ] = False,
+    norm_output: Annotated[
+        bool, typer.Option("--norm-output", help="Carry the normed state between steps (EAGLE-3.1).")
+    ] = False,
+    train_head: Annotated[
+        bool, typer.Option("--train-head", help="Also train the head (it starts as the target's rows).")
+    ] = False,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.0,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
+    warmup: Annotated[float, typer.Option(help="Share of the run that warms up.")] = 0.03,
+    seed: Annotated[int, typer.Option(help="Order of the data and first weights.")] = 0,
+    track: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, wandb, mlflow; repeatable; `none` for none.")
+    ] = None,
+    allow_unverified: Annotated[
+        bool, typer.Option("--allow-unverified", help="Take a store `eyas verify` has not passed.")
+    ] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
+) -> None:
+    """Train an EAGLE-3 draft on a state store; the best one by simulated acceptance length is kept."""
+    from eyas.extraction import stoppable
+    from eyas.train_console import TrainDisplay, show_train_report
+    from eyas.training import train as run
+
+    sizes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": mlp,
+        "num_layers": layers,
+        "norm_aux": norm_aux,
+        "norm_before_residual": norm_before_residual,
+        "norm_output": norm_output,
+    }
+    display = TrainDisplay()
+    with stoppable() as stop:
+        stop.in_bulk = True  # from here on an ordered stop writes a checkpoint
+        try:
+            report = run(
+                states=states,
+                model_path=model_path,
+                output_dir=output_dir,
+                aux_layers=tuple(aux_layers) if aux_layers else None,
+                draft_vocab_size=draft_vocab_size,
+                draft={k: v for k, v in sizes.items() if v},
+                plain_rope=rope == "default",
+                init_from=init_from,
+                loss=loss,
+                ttt_steps=ttt_steps,
+                step_decay=step_decay,
+                single_step_share=single_step_share,
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                clip=clip,
+                warmup=warmup,
+                batch_tokens=batch_tokens,
+                accumulate=accumulate,
+                epochs=epochs,
+                steps=steps,
+                seconds=seconds,
+                held_out=held_out,
+                eval_samples=eval_samples,
+                eval_every=eval_every,
+                chain=chain,
+                patience=patience,
+                keep=keep,
+                checkpoint_every=checkpoint_every,
+                dtype=dtype,
+                compile=compile,
+                train_head=train_head,
+                seed=seed,
+                trackers=tuple(t for t in track or ["tensorboard"] if t != "none"),
+                allow_unverified=allow_unverified,
+                trust_remote_code=trust_remote_code,
+                progress=display.update,
+                stop=stop,
+            )
+        finally:
+            display.close()
+    show_train_report(report)
+    if report.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,0 +1,79 @@
+"""What `eyas train` shows: one line of live figures, then a table. Rich does the drawing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eyas.console import err, out
+
+if TYPE_CHECKING:
+    from eyas.training import TrainReport
+
+
+class TrainDisplay:
+    """Loss, accuracy per step, simulated acceptance length, tokens/s, data wait. Without a terminal: a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._line_at = 0.0
+        self._length = ""
+
+    def update(self, figures: dict[str, Any]) -> None:
+        """Take one report of the training loop."""
+        if "before" in figures:
+            out.print(f"untrained: {describe(figures['before'])}")
+            return
+        if "simulated" in figures:
+            self._length = f"{figures['simulated']['acceptance_length']:.2f}"
+            out.print(f"step {figures['step']}: {describe(figures['simulated'])}")
+            return
+        accuracy = " ".join(f"{100 * a:.0f}" for a in figures["accuracy"])
+        text = (
+            f"step {figures['step']}  loss {figures['loss'][0]:.3f}  accuracy by step {accuracy} %  "
+            f"{figures['tokens_per_second']:,.0f} tok/s  waited {figures['data_wait']:.1f} s for data"
+        )
+        if self._length:
+            text += f"  acceptance length {self._length}"
+        if out.is_terminal:
+            if self._bar is None:
+                self._bar = Progress(
+                    TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(), console=out
+                )
+                self._task = self._bar.add_task("", total=1.0)
+                self._bar.start()
+            self._bar.update(self._task, completed=figures["share"], description=text)
+        elif time.monotonic() - self._line_at >= 10 or figures["step"] == figures["total_steps"]:
+            self._line_at = time.monotonic()
+            out.print(text)
+
+    def close(self) -> None:
+        """Take the bar down."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(simulated: dict[str, Any]) -> str:
+    """One line for a simulated acceptance."""
+    places = " ".join(f"{100 * x:.0f}" for x in simulated["by_position"])
+    return (
+        f"simulated acceptance length {simulated['acceptance_length']:.3f} (bonus token included), by position {places} %, "
+        f"target's token in the draft vocabulary {100 * simulated['target_in_draft_vocabulary']:.1f} %"
+    )
+
+
+def show_train_report(report: TrainReport) -> None:
+    """The closing table."""
+    table = Table(show_header=False, show_edge=False, pad_edge=False)
+    table.add_row("draft", str(report.output_dir))
+    table.add_row("trained", f"{report.steps} steps, {report.tokens:,} tokens, {report.seconds:.0f} s")
+    for name, found in (("untrained", report.before), (f"best (step {report.best_step})", report.best)):
+        if found:
+            table.add_row(name, describe(found))
+    out.print(table)
+    if report.interrupted:
+        err.print("stopped as asked, with a checkpoint. Run the same command again to go on.")
