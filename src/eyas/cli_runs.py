@@ -181,9 +181,7 @@ def list_(
     limit: Annotated[int, typer.Option(help="How many, newest first; 0: all.")] = 20,
 ) -> None:
     """The runs of this machine, newest first: state, progress, rate."""
-    from rich.table import Table
-
-    from eyas import console, runs
+    from eyas import runs
 
     there = _there(host, host_command)
     if there:
@@ -196,9 +194,6 @@ def list_(
     if not views:
         typer.echo(f"no runs yet (they will be in {runs.runs_folder()})")
         return
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("run", "state", "progress", "rate", "to go", "started"):
-        table.add_column(column, no_wrap=True)
     colours = {
         "running": "green",
         "failed": "red",
@@ -207,18 +202,17 @@ def list_(
         "stalled": "yellow",
         "incomplete": "yellow",
     }
-    for view in views[: limit or None]:
-        live = view.state in ("running", "stalled")
-        eta = view.progress.get("eta_s")
-        table.add_row(
-            view.id,
-            f"[{colours.get(view.state, 'default')}]{view.state}[/]",
-            _how_far(view.progress),
-            _rate(view.progress) if live else "",
-            _duration(eta) if live and eta is not None else "",
-            datetime.fromtimestamp(view.record.get("created_at", 0)).strftime("%m-%d %H:%M"),
-        )
-    console.out.print(table)
+    shown = views[: limit or None]
+    width = max(len(view.id) for view in shown)
+    typer.echo(f"{'run':<{width}}  {'state':<10}  {'started':<11}  progress")
+    for view in shown:
+        started = datetime.fromtimestamp(view.record.get("created_at", 0)).strftime("%m-%d %H:%M")
+        parts = [_how_far(view.progress)]
+        if view.state in ("running", "stalled"):
+            eta = view.progress.get("eta_s")
+            parts += [_rate(view.progress), f"{_duration(eta)} to go" if eta is not None else ""]
+        state = typer.style(f"{view.state:<10}", fg=colours.get(view.state))
+        typer.echo(f"{view.id:<{width}}  {state}  {started:<11}  {'  '.join(filter(None, parts))}")
     if len(views) > limit > 0:
         typer.echo(f"and {len(views) - limit} more: --limit 0")
 
