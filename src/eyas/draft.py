@@ -358,7 +358,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # The element-wise parts and the products between them, as plain functions, so that torch.compile can fuse each as a whole.
 
 
-def _project(h, e_rows, norm, w, cos, sin, eps: float, heads: int, kv_heads: int):
+def project_rows(h, e_rows, norm, w, cos, sin, eps: float, heads: int, kv_heads: int):
     """q, k, v of rows [n, H], rope applied; e_rows: the embedding's share (first layer) or None."""
     qkv = rms_norm(h, norm, eps) @ w.T
     if e_rows is not None:
@@ -376,7 +376,7 @@ def _project_kv(h, e_rows, norm, w, cos, sin, eps: float, kv_heads: int):
     return apply_rope(k, cos, sin), v.contiguous()
 
 
-def _finish(residual, attended, w_o, post_norm, w_gate_up, w_down, eps: float):
+def finish_rows(residual, attended, w_o, post_norm, w_gate_up, w_down, eps: float):
     """Residual, output projection and gated MLP: [n, H] -> u [n, H]."""
     u = residual + attended @ w_o.T
     gate, up = (rms_norm(u, post_norm, eps) @ w_gate_up.T).chunk(2, -1)
@@ -385,7 +385,7 @@ def _finish(residual, attended, w_o, post_norm, w_gate_up, w_down, eps: float):
 
 @cache
 def _pieces(compiled: bool):
-    pieces = (_project, _project_q, _project_kv, _finish, rms_norm)
+    pieces = (project_rows, _project_q, _project_kv, finish_rows, rms_norm)
     return tuple(compile_piece(p) for p in pieces) if compiled else pieces
 
 
