@@ -233,6 +233,9 @@ def spread_lists(arguments: list[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an EyasError becomes its message on stderr and its own exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # Before torch is loaded: on a shared machine, OpenMP threads that spin while they wait made two threads up to eight times
+    # slower than one (measured); sleeping ones cost next to nothing.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     cli_runs.typed[:] = sys.argv[1:] if arguments is None else arguments
     try:
         app(spread_lists(cli_runs.typed), prog_name="eyas")
