@@ -15,6 +15,7 @@ _PUBLIC = {
     "prepare": "eyas.preparation",
     "extract": "eyas.extraction",
     "train": "eyas.training",
+    "evaluate": "eyas.acceptance",
 }
 
 __all__ = sorted(_PUBLIC)

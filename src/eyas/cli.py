@@ -63,6 +63,7 @@ def settings(
 
 app.command()(cli_data.prepare)
 app.command()(cli_train.train)
+app.command("eval")(cli_train.evaluate)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 
@@ -210,7 +211,7 @@ def demo(
 
 
 #: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.
-MANY = ("--layer-ids", "--aux-layers")
+MANY = ("--layer-ids", "--aux-layers", "--prompts")
 
 
 def spread_lists(arguments: list[str]) -> list[str]:

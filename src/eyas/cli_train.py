@@ -141,3 +141,56 @@ def train(
     show_train_report(report)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def evaluate(
+    draft: Annotated[Path, typer.Option(help="A draft folder from `eyas train`.")],
+    model_path: Annotated[str, typer.Option(help="Its target.")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompt sets: packaged names, files, folders, or NAME=PATH; several after one flag."),
+    ] = None,
+    chain: Annotated[int, typer.Option(help="Guesses per verification step.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="At most so many prompts per set.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, rejection sampling.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the intervals.")] = 0,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], typer.Option(help="float32 is exactly lossless.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    plain: Annotated[
+        bool, typer.Option("--plain/--no-plain", help="Also decode plainly: speed and the lossless check.")
+    ] = True,
+    ngram_data: Annotated[Path | None, typer.Option(help="Store or dataset the n-gram baseline is counted on.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Where acceptance.json and acceptance.svg go.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
+) -> None:
+    """Measure a draft: real speculative decoding, lossless or an error, beside guessers without a network."""
+    from eyas.acceptance import evaluate as run
+    from eyas.train_console import EvalDisplay, show_acceptance
+
+    display = EvalDisplay()
+    try:
+        report = run(
+            draft,
+            model_path,
+            prompts or ["word_problems_heldout"],
+            chain=chain,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            limit=limit,
+            temperature=temperature,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            plain=plain,
+            ngram_data=ngram_data,
+            output=output_dir or draft,
+            trust_remote_code=trust_remote_code,
+            progress=display.update,
+        )
+    finally:
+        display.close()
+    show_acceptance(report)

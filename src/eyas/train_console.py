@@ -77,3 +77,62 @@ def show_train_report(report: TrainReport) -> None:
     out.print(table)
     if report.interrupted:
         err.print("stopped as asked, with a checkpoint. Run the same command again to go on.")
+
+
+class EvalDisplay:
+    """How many prompts of which set are answered."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Take one step."""
+        if not out.is_terminal:
+            return
+        if self._bar is None:
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(30), TimeRemainingColumn(), console=out)
+            self._bar.start()
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=total)
+        self._bar.update(self._tasks[name], completed=done, description=f"{name} {done}/{total}")
+
+    def close(self) -> None:
+        """Take the bar down."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def show_acceptance(report: dict[str, Any]) -> None:
+    """One row per prompt set, the baselines beside the draft."""
+    table = Table(
+        title=f"acceptance length, chain of {report['settings']['chain']}, bonus token included", title_justify="left"
+    )
+    guessers = list(report["overall"]["baselines"])
+    for column in ("set", "prompts", "draft", "95 %", "by position", *guessers, "tok/s", "plain", "speed-up"):
+        table.add_column(column, justify="left" if column == "set" else "right")
+    for name, found in {
+        **report["sets"],
+        **({"overall": report["overall"]} if len(report["sets"]) > 1 else {}),
+    }.items():
+        low, high = found["interval_95"]
+        table.add_row(
+            name,
+            str(found["prompts"]),
+            f"{found['acceptance_length']:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            " ".join(f"{100 * x:.0f}" for x in found["by_position"]) + " %",
+            *(f"{found['baselines'][g]:.2f}" for g in guessers),
+            f"{found['tokens_per_second']:.1f}",
+            "-" if found["plain_tokens_per_second"] is None else f"{found['plain_tokens_per_second']:.1f}",
+            "-" if found["speed_up"] is None else f"{found['speed_up']:.2f}",
+        )
+    out.print(table)
+    overall = report["overall"]
+    if overall["replies_equal_to_plain"] is not None:
+        equal = f"{overall['replies_equal_to_plain']} replies equal plain greedy decoding token by token"
+        out.print(equal + (f", {len(overall['ties'])} part at a tie:" if overall["ties"] else ""))
+        for tie in overall["ties"][:5]:
+            out.print(f"  {tie}")
+    if report.get("simulated"):
+        out.print(f"simulated from the store while training: {report['simulated']['acceptance_length']:.2f}")

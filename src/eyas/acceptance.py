@@ -1,0 +1,348 @@
+"""`eyas eval`: the acceptance length that a draft really reaches, with proof that nothing changed in the output.
+
+    eyas eval --draft DRAFT --model-path TARGET --prompts word_problems_heldout
+
+Per prompt set: every prompt is answered twice, plainly and speculatively (`speculation.py`). Greedy replies must be equal token by token,
+or the run fails and shows the first difference; in bf16 a difference between two nearly equal logits is named a tie and ends the
+comparison of that reply, not the run. Acceptance length = mean tokens emitted per verification step, **bonus token included**, the prefill's
+own first token not counted. The guessers without a network (`baselines.py`) are replayed over the same replies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eyas.baselines import Guesser, NgramTable, lookup_then_table, prompt_lookup, replay
+from eyas.draft import Draft
+from eyas.draft_files import load_draft
+from eyas.embedded import resolve_model_path
+from eyas.errors import ContractError, StoreError
+from eyas.manifest import differing_fields, made_by, now, write_json
+from eyas.model_files import ModelInfo, describe_model
+from eyas.prompts import PromptSet, load_prompts
+from eyas.simulation import Acceptance
+from eyas.speculation import Target, Trace, decode
+from eyas.teacher import load_target_parts
+from eyas.train_settings import compute_dtype
+
+log = logging.getLogger(__name__)
+
+#: Largest logit gap between best and second that still counts as a tie, by compute dtype (bf16 logits near 20 lie 0.125 apart).
+TIE = {torch.float32: 2e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+@dataclass
+class SetResult:
+    """One prompt set. `acceptance` per prompt, `baselines`: guesser -> per prompt; seconds of decoding after the prefill."""
+
+    name: str
+    acceptance: list[Acceptance] = field(default_factory=list)
+    baselines: dict[str, list[Acceptance]] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    ties: list[str] = field(default_factory=list)
+    compared: int = 0
+
+    def summary(self, seed: int = 0) -> dict[str, Any]:
+        """Figures for the report: length with a 95 % interval (bootstrap over prompts), by position, speeds, baselines."""
+        total = sum_of(self.acceptance)
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
+        return {
+            "prompts": len(self.acceptance),
+            "acceptance_length": round(total.length, 4),
+            "interval_95": [round(x, 4) for x in bootstrap(self.acceptance, seed)],
+            "by_position": [round(x, 4) for x in total.by_position],
+            "rounds": total.rounds,
+            "tokens": self.tokens,
+            "tokens_per_second": round(rate, 2),
+            "plain_tokens_per_second": round(plain, 2) if self.plain_seconds else None,
+            "speed_up": round(rate / plain, 3) if plain else None,
+            "replies_equal_to_plain": self.compared - len(self.ties) if self.compared else None,
+            "ties": self.ties,
+            "baselines": {name: round(sum_of(found).length, 4) for name, found in self.baselines.items()},
+        }
+
+
+def sum_of(found: Sequence[Acceptance]) -> Acceptance:
+    """All counts together."""
+    total = found[0]
+    for one in found[1:]:
+        total = total + one
+    return total
+
+
+def bootstrap(found: Sequence[Acceptance], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """95 % interval of the acceptance length, resampling prompts."""
+    emitted = np.array([a.emitted for a in found], dtype=float)
+    rounds = np.array([a.rounds for a in found], dtype=float)
+    if rounds.sum() == 0:
+        return float("nan"), float("nan")
+    picks = np.random.default_rng(seed).integers(0, len(found), (draws, len(found)))
+    lengths = emitted[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
+    low, high = np.quantile(lengths, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def evaluate(
+    draft: str | Path,
+    model_path: str,
+    prompts: Sequence[str],
+    *,
+    chain: int = 5,
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    limit: int | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str = "auto",
+    plain: bool = True,
+    ngram_data: str | Path | None = None,
+    output: str | Path | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Measure a draft's acceptance by real speculative decoding.
+
+    Args:
+        draft: an eyas draft folder. model_path: its target. prompts: see `prompts.load_prompts`.
+        chain: guesses per verification step. limit: at most so many prompts per set. temperature: 0 is greedy.
+        dtype: float32 (exactly lossless), bfloat16 or auto. plain: also decode plainly, for speed and the lossless check.
+        ngram_data: a state store or token dataset whose replies the n-gram baseline is counted on; default: the draft's own store.
+        output: folder for `acceptance.json` and `acceptance.svg`.
+        progress: called with (set, prompts done, prompts).
+
+    Returns:
+        the report: settings, `sets` (per set) and `overall`, as in `acceptance.json`.
+
+    Raises:
+        StoreError: the draft is of another target. ContractError: greedy output differs from plain decoding (the first difference).
+        InputError: prompts or model not readable.
+    """
+    folder = resolve_model_path(model_path)
+    info = describe_model(folder, model_path, trust_remote_code=trust_remote_code)
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
+    compute = compute_dtype(dtype, place)
+    model, manifest = load_for(draft, info, place, compute)
+    target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
+    from eyas.preparation import load_tokenizer
+
+    tokenizer = load_tokenizer(model_path, trust_remote_code)
+    end_ids = end_tokens(target.model, tokenizer)
+    guessers = baseline_guessers(ngram_data or manifest.get("store", {}).get("path"))
+    results = []
+    for spec in prompts:
+        found = measure(
+            target,
+            model,
+            load_prompts(spec, tokenizer, limit),
+            chain=chain,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            temperature=temperature,
+            generator=torch.Generator(place).manual_seed(seed),
+            end_ids=end_ids,
+            plain=plain,
+            guessers=guessers,
+            progress=progress,
+        )
+        results.append(found)
+    report = {
+        "kind": "eyas.acceptance",
+        "created": now(),
+        "made_by": made_by(),
+        "draft": str(draft),
+        "target": model_path,
+        "settings": {
+            "chain": chain,
+            "max_new_tokens": max_new_tokens,
+            "batch_size": batch_size,
+            "temperature": temperature,
+            "dtype": str(compute).removeprefix("torch."),
+            "device": place.type,
+        },
+        "acceptance_length_counts": "tokens per verification step, bonus token included",
+        "simulated": (manifest.get("acceptance") or {}).get("simulated"),
+        "sets": {r.name: r.summary(seed) for r in results},
+        "overall": joined(results).summary(seed),
+    }
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        write_json(Path(output) / "acceptance.json", report)
+        (Path(output) / "acceptance.svg").write_text(plot(report), encoding="utf-8")
+    return report
+
+
+def load_for(
+    draft: str | Path, info: ModelInfo, device: torch.device, compute: torch.dtype
+) -> tuple[Draft, dict[str, Any]]:
+    """Load a draft for running beside its target. Raises StoreError when it was trained for another one."""
+    parts = load_target_parts(info)
+    model, manifest = load_draft(draft, parts.embedding)
+    have = {k: manifest["target"].get(k) for k in ("config_hash", "weights_hash")}
+    lines = differing_fields(have, {k: getattr(info, k) for k in have})
+    if lines:
+        raise StoreError(
+            f"{draft} was trained for {manifest['target'].get('id')}, not for {info.id}:\n  " + "\n  ".join(lines),
+            "give --model-path the draft's own target",
+        )
+    model.compute_dtype = compute
+    return model.to(device).eval(), manifest
+
+
+def load_model(info: ModelInfo, aux: Sequence[int], device: torch.device, compute: torch.dtype, trust: bool) -> Target:
+    """Load the target in transformers, ready to hand out its auxiliary states."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(info.path, dtype=compute, trust_remote_code=trust)
+    return Target(model.to(device).eval(), aux)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Every id that ends a reply: the generation config's and the tokenizer's."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, (list, tuple)) else set() if ids is None else {int(ids)}
+    return sorted(found)
+
+
+def baseline_guessers(data: str | Path | None) -> dict[str, Guesser]:
+    """Prompt lookup always; n-gram and both together when there are replies to count (a store or a dataset that still exists)."""
+    guessers: dict[str, Guesser] = {"prompt lookup": prompt_lookup}
+    if data is None or not Path(data).exists():
+        return guessers
+    table = NgramTable(read_replies(Path(data)))
+    return {**guessers, "n-gram": table, "lookup, then n-gram": lookup_then_table(table)}
+
+
+def read_replies(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(token_ids, loss_mask) of every sample of a state store or a token dataset."""
+    from eyas.dataset import open_dataset
+    from eyas.store import open_states
+
+    try:
+        return [(s.token_ids.numpy().copy(), s.loss_mask.numpy().copy()) for s in open_states(path)]
+    except StoreError:
+        return [(s.token_ids, s.loss_mask) for s in open_dataset(path)]
+
+
+def measure(
+    target: Target,
+    draft: Draft,
+    prompt_set: PromptSet,
+    *,
+    chain: int,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+    end_ids: Sequence[int] = (),
+    plain: bool = True,
+    guessers: dict[str, Guesser] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> SetResult:
+    """Answer one prompt set speculatively (and plainly), compare, and replay the baselines. Raises as `evaluate`."""
+    result = SetResult(prompt_set.name, baselines={name: [] for name in guessers or {}})
+    for at in range(0, len(prompt_set.prompts), batch_size):
+        prompts = prompt_set.prompts[at : at + batch_size]
+        common: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "end_ids": end_ids,
+            "temperature": temperature,
+            "generator": generator,
+        }
+        traces, seconds = decode(target, draft, prompts, k=chain, **common)
+        result.seconds += seconds
+        result.tokens += sum(sum(t.emitted) for t in traces)
+        if plain:
+            alone, seconds = decode(target, None, prompts, k=0, **common)
+            result.plain_seconds += seconds
+            result.plain_tokens += sum(sum(t.emitted) for t in alone)
+            if temperature == 0:
+                for i, (ours, theirs) in enumerate(zip(traces, alone, strict=True)):
+                    tie = compare(
+                        ours, theirs, f"{prompt_set.name}, prompt {at + i + 1}", TIE.get(draft.compute_dtype, 0.0)
+                    )
+                    result.compared += 1
+                    if tie:
+                        result.ties.append(tie)
+        for prompt, trace in zip(prompts, traces, strict=True):
+            accepted = np.array(trace.accepted, dtype=np.int64)
+            by_place = np.array([(accepted > place).sum() for place in range(chain)], np.int64)
+            result.acceptance.append(Acceptance(len(trace.emitted), sum(trace.emitted), by_place))
+            for name, guess in (guessers or {}).items():
+                result.baselines[name].append(replay(guess, prompt, trace.tokens, chain))
+        if progress is not None:
+            progress(prompt_set.name, min(at + batch_size, len(prompt_set.prompts)), len(prompt_set.prompts))
+    return result
+
+
+def compare(speculative: Trace, plain: Trace, where: str, tie: float) -> str | None:
+    """None when both replies are equal, a line when they part at a tie.
+
+    Raises:
+        ContractError: they part where the target was not undecided: speculative decoding is not lossless here.
+    """
+    if speculative.tokens == plain.tokens:
+        return None
+    pairs = list(zip(speculative.tokens, plain.tokens, strict=False))
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    gap = min(t.gaps[at] for t in (speculative, plain) if at < len(t.gaps))
+    both = f"token {at + 1} is {speculative.tokens[at : at + 1]} speculatively, {plain.tokens[at : at + 1]} plainly"
+    if gap <= tie:
+        return f"{where}: {both}; a tie (logit gap {gap:.4f})"
+    raise ContractError(
+        f"greedy speculative decoding changed the output: {where}, {both}, with a logit gap of {gap:.4f}",
+        f"this must not happen above {tie} in this dtype; please report it with the draft and the prompt",
+    )
+
+
+def joined(results: Sequence[SetResult]) -> SetResult:
+    """All sets as one."""
+    total = SetResult("overall", baselines={name: [] for name in results[0].baselines})
+    for one in results:
+        total.acceptance += one.acceptance
+        for name, found in one.baselines.items():
+            total.baselines[name] += found
+        total.tokens += one.tokens
+        total.seconds += one.seconds
+        total.plain_tokens += one.plain_tokens
+        total.plain_seconds += one.plain_seconds
+        total.ties += one.ties
+        total.compared += one.compared
+    return total
+
+
+def plot(report: dict[str, Any]) -> str:
+    """An SVG of acceptance length per set beside its baselines."""
+    bars: list[tuple[str, float, str]] = []
+    for name, found in {**report["sets"], "overall": report["overall"]}.items():
+        bars.append((f"{name}: draft", found["acceptance_length"], "#1f6feb"))
+        bars += [(f"{name}: {guesser}", length, "#b0b8c1") for guesser, length in found["baselines"].items()]
+    widest = max([length for _, length, _ in bars] + [1.0])
+    rows = []
+    for i, (label, length, colour) in enumerate(bars):
+        y, width = 34 + 22 * i, 300 * length / widest
+        label = label.replace("&", "&amp;").replace("<", "&lt;")
+        rows.append(
+            f'<text x="8" y="{y + 12}">{label}</text><rect x="260" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/>'
+            f'<text x="{266 + width:.1f}" y="{y + 12}">{length:.2f}</text>'
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{44 + 22 * len(bars)}" font-family="sans-serif" font-size="12">'
+        '<rect width="100%" height="100%" fill="white"/>'
+        f'<text x="8" y="20" font-weight="bold">tokens per verification step, bonus included, chain of {report["settings"]["chain"]}</text>'
+        + "".join(rows)
+        + "</svg>\n"
+    )
