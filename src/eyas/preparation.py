@@ -382,7 +382,7 @@ def prepare(
     ]
     arguments = (model_path, trust_remote_code, chat_template, settings, columns)
     maker = _RowMaker(*arguments)
-    described = {
+    described: dict[str, Any] = {
         "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
         "tokenizer": describe_tokenizer(maker.template, model_path),
         "settings": json.loads(json.dumps(asdict(settings))),
@@ -398,14 +398,19 @@ def prepare(
         report.seconds = time.monotonic() - started
         if progress:
             progress(report)
-    if not report.samples:
+    if report.samples == report.heldout_samples:  # nothing, or nothing but held-out samples
         sink.abandon()
+        if report.samples:
+            raise InputError(
+                f"all {report.samples} samples fell into the held-out part", "give more data, or a smaller --heldout"
+            )
         shown = (
             "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3]) or "the input is empty"
         )
         raise InputError(
             f"not one of {report.rows} rows could be used: {shown}", "fix the data, or the template (--chat-template)"
         )
+    described["model"] = describe_shape(model_path, trust_remote_code)
     sink.close(described)
     report.seconds = time.monotonic() - started
     log.info(
@@ -437,6 +442,25 @@ def vocabulary_hash(tokenizer: Any) -> str:
     """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
+
+
+def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, Any] | None:
+    """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
+    from transformers import AutoConfig
+
+    from eyas.embedded import EMBEDDED_NAME, embedded_model
+
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
+        return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}
+    except (OSError, ValueError, KeyError, AttributeError, ImportError):
+        return None
+
+
+def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_value: int = 2) -> int:
+    """Size of the states of `tokens` tokens: layers x hidden size x bytes a value, and 5 bytes of id and mask a token."""
+    return tokens * (layers * hidden_size * bytes_per_value + 5)
 
 
 def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
@@ -548,16 +572,44 @@ class _Sink:
         counts = report_counts(report)
         if self.heldout is not None:
             if self.heldout.ids:
+                self.heldout.finish_files()
+                self._write_counts(self.heldout)
                 self.heldout.close(**described, part="heldout")
             else:
                 log.warning(
-                    "the held-out part is empty: %d samples are too few for a share of %s",
+                    "the held-out part is empty: %d samples are few for a share of %s",
                     report.samples,
                     self.settings.heldout,
                 )
                 shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
+        self.writer.finish_files()
+        self._write_counts(self.writer)
         self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
         write_json(self.folder / REPORT, counts)
+
+    def _write_counts(self, writer: DatasetWriter) -> None:
+        """How often a sample came is known only at the end: rewrite the `count` column where a sample came again."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self.counts or self.settings.duplicates == "keep":
+            return
+        for entry in writer.files:
+            path = writer.folder / entry["name"]
+            table = pq.ParquetFile(path)
+            groups = [
+                table.read_row_group(i, columns=["sample_id"]).column(0).to_pylist()
+                for i in range(table.num_row_groups)
+            ]
+            if not any(one in self.counts for group in groups for one in group):
+                continue
+            temporary = path.with_name(f".{path.name}.tmp")
+            with pq.ParquetWriter(temporary, table.schema_arrow, compression="zstd") as out:
+                for index, group in enumerate(groups):
+                    rows = table.read_row_group(index)
+                    counted = pa.array([1 + self.counts.get(one, 0) for one in group], pa.int32())
+                    out.write_table(rows.set_column(rows.schema.get_field_index("count"), "count", counted))
+            os.replace(temporary, path)
 
 
 def _kind_of(reason: str) -> str:
