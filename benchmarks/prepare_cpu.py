@@ -33,7 +33,9 @@ def write_rows(path: Path, rows: int) -> None:
         for number in range(rows):
             messages = []
             for turn in range(4):
-                messages.append({"role": "user", "content": f"Question {number}, part {turn}: {rng.choice(texts)[:80]}"})
+                messages.append(
+                    {"role": "user", "content": f"Question {number}, part {turn}: {rng.choice(texts)[:80]}"}
+                )
                 messages.append({"role": "assistant", "content": "\n\n".join(rng.sample(texts, 7))})
             file.write(json.dumps({"messages": messages}) + "\n")
 
@@ -64,7 +66,10 @@ def main() -> None:
         ("versions", f"Python {platform.python_version()}, {versions}"),
         ("input", f"{report.rows:,} conversations, {size / 1e6:,.0f} MB"),
         ("output", f"{report.samples:,} samples, {report.tokens:,} tokens, {written / 1e6:,.0f} MB"),
-        ("mean length", f"{report.tokens / max(report.samples, 1):,.0f} tokens, {report.answers / max(report.rows, 1):.0f} answers"),
+        (
+            "mean length",
+            f"{report.tokens / max(report.samples, 1):,.0f} tokens, {report.answers / max(report.rows, 1):.0f} answers",
+        ),
         ("time", f"{report.seconds:,.1f} s"),
         ("rate", f"{report.rows_per_second:,.0f} conversations/s, {report.tokens_per_second:,.0f} tokens/s"),
         ("peak memory", f"{peaks[0]:,.0f} MB parent, {peaks[1]:,.0f} MB largest worker"),

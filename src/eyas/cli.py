@@ -190,12 +190,31 @@ def verify(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A state store or a token dataset.")],
-    sample: Annotated[int, typer.Option(help="Which sample's tokens to show.")] = 0,
+    sample: Annotated[
+        int | None, typer.Option(help="Which sample's tokens to show. Default: the first, or a few.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many samples of a dataset to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Also write a page about a dataset to this file.")] = None,
+    model_path: Annotated[str | None, typer.Option(help="Whose tokenizer spells a dataset's tokens.")] = None,
+    states: Annotated[int, typer.Option(help="States per token, for the predicted bytes of a dataset's states.")] = 4,
+    tokens_per_second: Annotated[float, typer.Option(help="Assumed rate, for the predicted hours.")] = 20_000,
 ) -> None:
-    """Show what a folder holds, and one sample's tokens with the loss mask in colour."""
+    """Show what a folder holds, and samples' tokens with the loss mask in colour."""
     from eyas import console
+    from eyas.dataset_view import inspect_dataset, is_dataset
 
-    console.inspect_store(folder, sample)
+    if is_dataset(folder):
+        inspect_dataset(
+            folder,
+            sample=sample,
+            samples=samples,
+            html=html,
+            model_path=model_path,
+            states=states,
+            tokens_per_second=tokens_per_second,
+        )
+        return
+    console.inspect_store(folder, sample or 0)
 
 
 @app.command()

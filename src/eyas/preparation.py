@@ -92,6 +92,7 @@ class PrepareReport:
     seconds: float = 0.0
     workers: int = 1
     output: str = ""
+    model: dict[str, int] | None = None
 
     @property
     def rows_per_second(self) -> float:
@@ -226,6 +227,17 @@ class _RowMaker:
         if not pieces:
             return _RowResult(place, [], [], answers, b"", why, lost)
         return _RowResult(place, pieces, notes, answers, split_key(item), None, lost)
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Number of samples by length in tokens, in bins that double; empty bins are left out."""
+    return _named_bins(np.bincount(np.searchsorted(HISTOGRAM_EDGES, lengths), minlength=len(HISTOGRAM_EDGES) + 1))
+
+
+def _named_bins(bins: np.ndarray) -> dict[str, int]:
+    edges = [0, *HISTOGRAM_EDGES]
+    names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
+    return {name: int(count) for name, count in zip(names, bins, strict=True) if count}
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -410,7 +422,7 @@ def prepare(
         raise InputError(
             f"not one of {report.rows} rows could be used: {shown}", "fix the data, or the template (--chat-template)"
         )
-    described["model"] = describe_shape(model_path, trust_remote_code)
+    described["model"] = report.model = describe_shape(model_path, trust_remote_code)
     sink.close(described)
     report.seconds = time.monotonic() - started
     log.info(
@@ -444,7 +456,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
     return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
 
 
-def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, Any] | None:
+def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
     """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
     from transformers import AutoConfig
 
@@ -566,9 +578,7 @@ class _Sink:
     def close(self, described: dict[str, Any]) -> None:
         self.rejected.close()
         report = self.report
-        edges = [0, *HISTOGRAM_EDGES]
-        names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
-        report.histogram = {name: int(n) for name, n in zip(names, self.bins, strict=True) if n}
+        report.histogram = _named_bins(self.bins)
         counts = report_counts(report)
         if self.heldout is not None:
             if self.heldout.ids:
@@ -622,6 +632,6 @@ def _kind_of(reason: str) -> str:
 def report_counts(report: PrepareReport) -> dict[str, Any]:
     """The report as plain JSON, without what differs between two equal runs (times, paths)."""
     values = asdict(report)
-    for name in ("seconds", "workers", "output"):
+    for name in ("seconds", "workers", "output", "model"):
         values.pop(name)
     return {**values, "notes": dict(report.notes), "reasons": dict(report.reasons)}
