@@ -62,8 +62,9 @@ def settings(
 
 
 app.command()(cli_data.prepare)
-app.command()(cli_train.train)
-app.command("eval")(cli_train.evaluate)
+app.command()(cli_runs.in_run(cli_train.train))
+app.command("eval")(cli_runs.in_run(cli_train.evaluate))
+app.command()(cli_runs.doctor)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.errors import EXIT_INTERRUPTED, EyasError, InputError
+from eyas.errors import EXIT_INTERRUPTED, EyasError, InputError, PreflightError
 
 if TYPE_CHECKING:
     from eyas.remote import Host
@@ -141,7 +141,9 @@ def _pass(host: Host) -> None:
 def _rate(progress: dict[str, Any]) -> str:
     if progress.get("tokens_per_s"):
         return f"{progress['tokens_per_s']:,.0f} tok/s"
-    return f"{progress['samples_per_s']:,.1f} samples/s" if progress.get("samples_per_s") else ""
+    return (
+        f"{progress['samples_per_s']:,.1f} {progress.get('unit', 'samples')}/s" if progress.get("samples_per_s") else ""
+    )
 
 
 def _how_far(progress: dict[str, Any]) -> str:
@@ -426,3 +428,29 @@ def clean(
         raise EyasError(
             "not removed: " + "; ".join(item.what for item in left), "another user's, or stuck in the kernel"
         )
+
+
+# --- eyas doctor -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    output_dir: Annotated[Path | None, typer.Option(help="Where states would go; its disk is measured.")] = None,
+    model_path: Annotated[str | None, typer.Option(help="Check this model's weights and predict memory.")] = None,
+    prepared_data: Annotated[str | None, typer.Option(help="Predict the disk for this dataset.")] = None,
+    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks to reckon with.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="No write test.")] = False,
+    host: HostName = None,
+    host_command: HostCommand = None,
+) -> None:
+    """What this machine has against what a run needs, and what earlier runs left behind."""
+    from eyas import console
+    from eyas.doctor import diagnose
+
+    there = _there(host, host_command)
+    if there:
+        _pass(there)
+    rows = diagnose(output_dir, model_path, prepared_data, tp_size, quick)
+    console.show_preflight(rows, "doctor")
+    failed = [row.name for row in rows if row.status == "FAIL"]
+    if failed:
+        raise PreflightError(f"not fit for a run: {', '.join(failed)}", "see the last column")
