@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 if TYPE_CHECKING:
     from eyas.engines.base import Progress
+    from eyas.preflight import Check
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -65,6 +67,7 @@ app.command()(cli_data.prepare)
 app.command()(cli_runs.in_run(cli_train.train))
 app.command("eval")(cli_runs.in_run(cli_train.evaluate))
 app.command()(cli_runs.doctor)
+app.command()(cli_runs.report)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 
@@ -114,9 +117,13 @@ def extract(
     """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
     from eyas import console
     from eyas.extraction import extract as run
-    from eyas.runs import report_progress
+    from eyas.runs import note, report_progress
 
     bar = console.BulkBar()
+
+    def show(checks: list[Check]) -> None:
+        note(preflight=[asdict(check) for check in checks])
+        console.show_preflight(checks)
 
     def stage(line: str) -> None:
         report_progress(stage=line.split()[0])
@@ -151,7 +158,7 @@ def extract(
             threads=threads,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            on_preflight=console.show_preflight,
+            on_preflight=show,
             on_stage=stage,
             on_progress=advance,
         )

@@ -454,3 +454,23 @@ def doctor(
     failed = [row.name for row in rows if row.status == "FAIL"]
     if failed:
         raise PreflightError(f"not fit for a run: {', '.join(failed)}", "see the last column")
+
+
+# --- eyas report ---------------------------------------------------------------------------------------------------------------
+
+
+def report(
+    run: RunName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page. Default: RUN.html here.")] = None,
+) -> None:
+    """Write one self-contained HTML page of a run: what ran, where, rates, norms, parity, what was not written, warnings."""
+    from eyas import runs
+    from eyas.report import write_report
+
+    view = runs.find(run)
+    path = output or Path(f"{view.id}.html")
+    try:
+        write_report(view, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", "name another --output") from None
+    typer.echo(str(path))

@@ -166,6 +166,12 @@ def report_progress(**counts: Any) -> None:
         _current.progress(**counts)
 
 
+def note(**fields: Any) -> None:
+    """`Run.note` of the current run; nothing where there is none."""
+    if _current is not None:
+        _current.note(**fields)
+
+
 def create(command: str, argv: list[str], run_dir: str | Path | None = None, run_id: str | None = None) -> Path:
     """Make the folder of a new run, with a first `run.json` (status `starting`), and enter it in the list of runs.
 
