@@ -65,7 +65,7 @@ def settings(
 
 app.command()(cli_data.prepare)
 app.command()(cli_runs.in_run(cli_train.train))
-app.command("eval")(cli_runs.in_run(cli_train.evaluate))
+app.command("eval")(cli_runs.in_run(cli_train.evaluate, "eval"))
 app.command()(cli_runs.doctor)
 app.command()(cli_runs.report)
 app.add_typer(cli_runs.runs_app, name="runs")

@@ -61,7 +61,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def in_run(function: Callable[..., None]) -> Callable[..., None]:
+def in_run(function: Callable[..., None], name: str | None = None) -> Callable[..., None]:
     """Make a command a run: adds the options above, and does what the command does inside `runs.start`.
 
     Put it between `@app.command()` and the function. Inside, `runs.report_progress(...)` is the heartbeat.
@@ -70,7 +70,7 @@ def in_run(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**arguments: Any) -> None:
         chosen = {name: arguments.pop(name) for name in _OPTIONS}
-        _start(function, chosen, arguments)
+        _start(function, name or function.__name__, chosen, arguments)
 
     signature = inspect.signature(function, eval_str=True)
     extra = [
@@ -82,10 +82,9 @@ def in_run(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _start(function: Callable[..., None], chosen: dict[str, Any], arguments: dict[str, Any]) -> None:
+def _start(function: Callable[..., None], name: str, chosen: dict[str, Any], arguments: dict[str, Any]) -> None:
     from eyas import background, remote, runs
 
-    name = function.__name__.replace("_", "-")
     if chosen["on_stall"] not in ("report", "stop"):
         raise InputError(f"--on-stall {chosen['on_stall']} is unknown", "report or stop")
     if chosen["host"]:
