@@ -16,6 +16,7 @@ _PUBLIC = {
     "extract": "eyas.extraction",
     "train": "eyas.training",
     "evaluate": "eyas.acceptance",
+    "rehearse": "eyas.rehearsal",
 }
 
 __all__ = sorted(_PUBLIC)

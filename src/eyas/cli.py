@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from enum import Enum
+from inspect import unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas import cli_data, cli_runs, cli_train
+from eyas import cli_data, cli_gates, cli_runs, cli_train
 from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 if TYPE_CHECKING:
     from eyas.engines.base import Progress
-    from eyas.preflight import Check
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -64,10 +63,8 @@ def settings(
 
 
 app.command()(cli_data.prepare)
-app.command()(cli_runs.in_run(cli_train.train))
-app.command("eval")(cli_runs.in_run(cli_train.evaluate, "eval"))
-app.command()(cli_runs.doctor)
-app.command()(cli_runs.report)
+app.command()(cli_train.train)
+app.command("eval")(cli_train.evaluate)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 
@@ -104,6 +101,21 @@ def extract(
         int | None, typer.Option(help="Longer samples go to the ledger. Default: the model's positions.")
     ] = None,
     tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
+    pp_size: Annotated[int, typer.Option(help="Pipeline stages (engine vllm).")] = 1,
+    expert_parallel: Annotated[bool, typer.Option(help="Split experts over the ranks (engine vllm).")] = False,
+    distributed_executor_backend: Annotated[
+        str | None, typer.Option(help="mp (one host) or ray (several), passed to vLLM.")
+    ] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="No torch.compile, no CUDA graphs (engine vllm).")] = False,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights (engine vllm).")] = "auto",
+    capture: Annotated[
+        str, typer.Option(help="aux (the model's interface), hooks (eager) or native (vLLM's own connector).")
+    ] = "aux",
+    trace: Annotated[bool, typer.Option(help="Record every hop of the first steps; see `eyas trace`.")] = False,
+    rehearsal: Annotated[
+        str, typer.Option(help="Gate 2 first: auto (before long loads), always or never (engine vllm).")
+    ] = "auto",
+    shard: Annotated[str | None, typer.Option(help="i/n: extract the i-th of n parts into one shared store.")] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of GPU memory for the engine (engine vllm).")
     ] = 0.9,
@@ -115,15 +127,12 @@ def extract(
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:
     """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
+    options = cli_gates.extract_options(locals())
     from eyas import console
     from eyas.extraction import extract as run
-    from eyas.runs import note, report_progress
+    from eyas.runs import report_progress
 
     bar = console.BulkBar()
-
-    def show(checks: list[Check]) -> None:
-        note(preflight=[asdict(check) for check in checks])
-        console.show_preflight(checks)
 
     def stage(line: str) -> None:
         report_progress(stage=line.split()[0])
@@ -138,27 +147,8 @@ def extract(
 
     try:
         report = run(
-            model_path=model_path,
-            prepared_data=prepared_data,
-            output_dir=output_dir,
-            engine=engine,
-            layer_ids=layer_ids,
-            layer_index=layer_index,
-            with_final=final,
-            dtype=dtype.value,
-            store_dtype=store_dtype,
-            batch_size=batch_size,
-            batch_tokens=batch_tokens,
-            max_seq_len=max_seq_len,
-            tp_size=tp_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            shard_bytes=int(shard_size * 1e6),
-            parity_samples=parity_samples,
-            device=device,
-            threads=threads,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            on_preflight=show,
+            **options,
+            on_preflight=console.show_preflight,
             on_stage=stage,
             on_progress=advance,
         )
@@ -168,6 +158,10 @@ def extract(
     if report.interrupted:
         console.err.print("stopped as asked: finished shards are kept. Run the same command again to go on.")
     raise typer.Exit(report.exit_code)
+
+
+app.command()(cli_runs.in_run(cli_gates.rehearse_like(unwrap(extract))))
+app.command()(cli_gates.trace)
 
 
 @app.command()
@@ -198,31 +192,12 @@ def verify(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A state store or a token dataset.")],
-    sample: Annotated[
-        int | None, typer.Option(help="Which sample's tokens to show. Default: the first, or a few.")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="How many samples of a dataset to show.")] = 3,
-    html: Annotated[Path | None, typer.Option(help="Also write a page about a dataset to this file.")] = None,
-    model_path: Annotated[str | None, typer.Option(help="Whose tokenizer spells a dataset's tokens.")] = None,
-    states: Annotated[int, typer.Option(help="States per token, for the predicted bytes of a dataset's states.")] = 4,
-    tokens_per_second: Annotated[float, typer.Option(help="Assumed rate, for the predicted hours.")] = 20_000,
+    sample: Annotated[int, typer.Option(help="Which sample's tokens to show.")] = 0,
 ) -> None:
-    """Show what a folder holds, and samples' tokens with the loss mask in colour."""
+    """Show what a folder holds, and one sample's tokens with the loss mask in colour."""
     from eyas import console
-    from eyas.dataset_view import inspect_dataset, is_dataset
 
-    if is_dataset(folder):
-        inspect_dataset(
-            folder,
-            sample=sample,
-            samples=samples,
-            html=html,
-            model_path=model_path,
-            states=states,
-            tokens_per_second=tokens_per_second,
-        )
-        return
-    console.inspect_store(folder, sample or 0)
+    console.inspect_store(folder, sample)
 
 
 @app.command()

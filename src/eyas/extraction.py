@@ -19,13 +19,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eyas import machine, preflight
+from eyas import preflight
 from eyas.dataset import Sample, TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
@@ -47,6 +47,11 @@ from eyas.store import (
 
 log = logging.getLogger(__name__)
 
+#: Engine steps whose hops `--trace` records.
+TRACED_STEPS = 3
+#: Weights of more bytes are rehearsed first: at 1 GB/s from a disk they load for minutes.
+REHEARSE_BYTES = 150 * 10**9
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractSettings:
@@ -60,7 +65,11 @@ class ExtractSettings:
         batch_size: most samples in one forward pass (None: no limit). batch_tokens: most tokens in one (None: by device).
         max_seq_len: longer samples go to the ledger (None: the model's positions).
         shard_bytes: aimed at per shard. parity_samples: how many samples gate 4 takes.
-        device, threads: engine `transformers`. tp_size, gpu_memory_utilization: engine `vllm`.
+        device, threads: engine `transformers`. The rest belongs to engine `vllm`: tp_size, pp_size, expert_parallel,
+        gpu_memory_utilization, distributed_executor_backend (mp | ray), enforce_eager, load_format (auto | dummy), capture (aux |
+        hooks | native), trace (record the hops of the first steps).
+        rehearsal: auto (before loads of more than `REHEARSE_BYTES`) | always | never: gate 2, engine `vllm`.
+        shard: `i/n`, this run extracts the i-th of n parts of the dataset; n runs write into one store side by side.
     """
 
     model_path: str
@@ -83,6 +92,27 @@ class ExtractSettings:
     tp_size: int = 1
     gpu_memory_utilization: float = 0.9
     trust_remote_code: bool = False
+    pp_size: int = 1
+    expert_parallel: bool = False
+    distributed_executor_backend: str | None = None
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    capture: str = "aux"
+    trace: bool = False
+    shard: str | None = None
+    rehearsal: str = "auto"
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(i, n) of `--shard i/n`; (0, 1) without. Raises InputError for anything that is not i/n with 0 <= i < n."""
+        if self.shard is None:
+            return 0, 1
+        left, _, right = self.shard.partition("/")
+        if not (left.isdigit() and right.isdigit() and int(left) < int(right)):
+            raise InputError(
+                f"--shard {self.shard} is not i/n with 0 <= i < n", "for example --shard 0/4 on the first of 4 hosts"
+            )
+        return int(left), int(right)
 
 
 @dataclass(frozen=True)
@@ -140,9 +170,15 @@ def extract(
     if on_preflight is not None:
         on_preflight(job.checks)
     preflight.refuse_failures(job.checks)
+    if wants_rehearsal(settings, job.info):
+        from eyas.rehearsal import rehearse
+
+        say("rehearsal")
+        rehearsed = rehearse(on_stage=lambda line: say(f"rehearsal: {line}"), **options)
+        say(f"rehearsal passed in {rehearsed.seconds:.0f} s: {rehearsed.path}")
     folder = Path(settings.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder), stoppable() as stop:
+    with lock_folder(folder, lock_name(settings.replica)), stoppable() as stop:
         return _run(job, folder, stop, say, on_progress)
 
 
@@ -165,7 +201,10 @@ def plan(settings: ExtractSettings) -> Job:
     """Gate 1: read model, dataset and output folder, plan the batches, check the machine. Loads and writes nothing."""
     _check_numbers(settings)
     path = resolve_model_path(settings.model_path, settings.revision)
-    info = describe_model(path, settings.model_path, trust_remote_code=settings.trust_remote_code)
+    dummy = settings.engine == "vllm" and settings.load_format == "dummy"
+    info = describe_model(
+        path, settings.model_path, trust_remote_code=settings.trust_remote_code, need_weights=not dummy
+    )
     layer_ids = resolve_layer_ids(
         settings.layer_ids, info.num_layers, index=settings.layer_index, with_final=settings.with_final
     )
@@ -196,7 +235,8 @@ def plan(settings: ExtractSettings) -> Job:
         threads = threads or earlier.get("engine", {}).get("threads")
         batch_tokens = batch_tokens or earlier.get("capture", {}).get("batch_tokens")
         batch_size = batch_size or earlier.get("capture", {}).get("batch_size")
-    engine = make_engine(settings, info, threads)
+    longest = min(max_seq_len, int(dataset.lengths.max()))
+    engine = make_engine(settings, info, threads, longest)
     batch_tokens = batch_tokens or engine.default_batch_tokens
     capture = {
         "batch_tokens": batch_tokens,
@@ -208,10 +248,11 @@ def plan(settings: ExtractSettings) -> Job:
     }
     spec = StoreSpec(spec.model, spec.layer_ids, dtype, store_dtype, identity, engine.description, capture)
 
-    fitting = np.flatnonzero(dataset.lengths <= max_seq_len)
+    mine = np.array([in_share(one, settings.replica) for one in dataset.ids])
+    fitting = np.flatnonzero(mine & (dataset.lengths <= max_seq_len))
     too_long = [
         (dataset.ids[i], f"{int(dataset.lengths[i])} tokens, longer than --max-seq-len {max_seq_len}")
-        for i in np.flatnonzero(dataset.lengths > max_seq_len)
+        for i in np.flatnonzero(mine & (dataset.lengths > max_seq_len))
     ]
     batches = plan_batches(dataset.lengths, fitting, batch_tokens, batch_size)
     done = {one for header in finished_shards(folder) for one in header.sample_ids} if folder.is_dir() else set()
@@ -240,13 +281,21 @@ def plan(settings: ExtractSettings) -> Job:
         preflight.check_disk(folder, spec, left),
         *engine.preflight(),
         preflight.check_versions(),
-        *machine.check_before_run(settings.tp_size),
     ]
     return Job(settings, info, dataset, spec, engine, batches, done, too_long, checks)
 
 
 def _check_numbers(settings: ExtractSettings) -> None:
-    for name in ("batch_size", "batch_tokens", "max_seq_len", "threads", "tp_size", "shard_bytes", "parity_samples"):
+    for name in (
+        "batch_size",
+        "batch_tokens",
+        "max_seq_len",
+        "threads",
+        "tp_size",
+        "pp_size",
+        "shard_bytes",
+        "parity_samples",
+    ):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} is {value}", "it must be 1 or more")
@@ -254,8 +303,29 @@ def _check_numbers(settings: ExtractSettings) -> None:
         raise InputError(f"--gpu-memory-utilization is {settings.gpu_memory_utilization}", "a share between 0 and 1")
 
 
-def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None) -> Engine:
-    """The engine that `--engine` names, not loaded yet."""
+def wants_rehearsal(settings: ExtractSettings, info: ModelInfo) -> bool:
+    """Whether gate 2 runs before the load: engine `vllm`, and a load that takes longer than the rehearsal by far."""
+    if settings.rehearsal not in ("auto", "always", "never"):
+        raise InputError(f"--rehearsal {settings.rehearsal} is not known", "auto, always or never")
+    if settings.engine != "vllm" or settings.rehearsal == "never" or settings.load_format == "dummy":
+        return False
+    return settings.rehearsal == "always" or info.weight_bytes > REHEARSE_BYTES
+
+
+def in_share(sample_id: str, replica: tuple[int, int]) -> bool:
+    """Whether a sample belongs to the i-th of n parts of a dataset: by its id alone, the same on every host."""
+    part, parts = replica
+    # The id's last digits; the ranks of one engine divide theirs by CRC-32, and two splits by one hash would leave ranks idle.
+    return parts == 1 or int(sample_id[-12:], 16) % parts == part
+
+
+def lock_name(replica: tuple[int, int]) -> str:
+    """`.lock`, or `.lock-s003` for a part: parts write side by side, each into shards of its own name."""
+    return ".lock" if replica[1] == 1 else f".lock-s{replica[0]:03d}"
+
+
+def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None, longest: int) -> Engine:
+    """The engine that `--engine` names, not loaded yet. `longest`: tokens of the longest sample it must take."""
     if settings.engine == "transformers":
         from eyas.engines.transformers import TransformersEngine, TransformersSettings
 
@@ -265,6 +335,29 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None)
             )
         return TransformersEngine(
             info, TransformersSettings(settings.dtype, settings.device, threads, settings.trust_remote_code)
+        )
+    if settings.engine == "vllm":
+        from eyas.engines.vllm import VllmEngine, VllmSettings
+
+        return VllmEngine(
+            VllmSettings(
+                info,
+                dtype=info.dtype if settings.dtype == "auto" else settings.dtype,
+                tp_size=settings.tp_size,
+                pp_size=settings.pp_size,
+                expert_parallel=settings.expert_parallel,
+                executor=settings.distributed_executor_backend,
+                max_seq_len=longest,
+                batch_size=settings.batch_size or 256,
+                step_tokens=settings.batch_tokens,
+                gpu_memory_utilization=settings.gpu_memory_utilization,
+                eager=True if settings.enforce_eager else None,
+                load_format=settings.load_format,
+                trust_remote_code=settings.trust_remote_code,
+                capture=settings.capture,
+                trace_steps=TRACED_STEPS if settings.trace else 0,
+                replica=settings.replica,
+            )
         )
     raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
 
@@ -298,7 +391,8 @@ def _run(
     import time
 
     settings, dataset, engine = job.settings, job.dataset, job.engine
-    for half in folder.glob("shard-*.tmp"):
+    part = "shard-*.tmp" if settings.replica[1] == 1 else f"shard-s{settings.replica[0]:03d}*.tmp"
+    for half in folder.glob(part):
         log.info("removing half-written %s", half.name)
         half.unlink()
     todo = [batch for batch in job.batches if any(dataset.ids[i] not in job.done for i in batch)]
@@ -307,13 +401,14 @@ def _run(
     earlier = read_parity(folder)
     parity: dict[str, Any] | None = earlier
     rejected, interrupted = list(job.too_long), False
-    begun = time.monotonic()
+    seconds = 0.0
     done_now = Progress(0, 0, 0)
     if todo:
         write_store_manifest(folder, job.spec, "open", parity=parity)
         say(f"loading {job.info.id} ({job.spec.dtype}, {engine.name})")
         try:
             engine.load(job.spec.layer_ids)
+            job.spec = replace(job.spec, engine=engine.description)
             say("parity")
             chosen = pick_parity_samples(dataset.lengths, job.batches, settings.parity_samples)
             parity = engine.parity(next(read_batches(dataset, [chosen], job.info.vocab_size)))
@@ -337,12 +432,13 @@ def _run(
                 progress=advance,
                 stop=stop,
             )
+            seconds = time.monotonic() - begun
             rejected += result.rejected
             interrupted = result.interrupted and done_now.samples < len(new)
         finally:
             engine.close()
-    seconds = time.monotonic() - begun
-    return _finish(job, folder, rejected, parity, interrupted, done_now, seconds)
+    with closing_time(folder):
+        return _finish(job, folder, rejected, parity, interrupted, done_now, seconds)
 
 
 def _finish(
@@ -357,11 +453,16 @@ def _finish(
     headers = finished_shards(folder)
     there = {one for header in headers for one in header.sample_ids}
     reasons = dict(rejected)
+    replica = job.settings.replica
+    others = [one for one in job.dataset.ids if not in_share(one, replica)]
     if not interrupted:
         # Whatever neither lies in a shard nor has a reason was lost on the way: that is never passed over in silence (F16).
         for one in job.dataset.ids:
-            if one not in there and one not in reasons:
+            if one not in there and one not in reasons and in_share(one, replica):
                 reasons[one] = "no states came out of the engine for it, and no reason"
+    told = read_ledger(folder)
+    reasons |= {one: told[one] for one in others if one in told}
+    under_way = [one for one in others if one not in there and one not in reasons]
     rejected = sorted((one, why) for one, why in reasons.items() if one not in there)
     write_ledger(folder, rejected)
     totals = {
@@ -380,7 +481,7 @@ def _finish(
         }
         for h in headers
     ]
-    status = "open" if interrupted else ("incomplete" if rejected else "complete")
+    status = "open" if interrupted or under_way else ("incomplete" if rejected else "complete")
     rate = {"samples": done_now.samples, "tokens": done_now.tokens, "seconds": round(seconds, 3)}
     write_store_manifest(folder, job.spec, status, parity=parity, totals=totals, last_run=rate, shards=shards)
     return ExtractReport(
@@ -402,6 +503,23 @@ def read_parity(folder: Path) -> dict[str, Any] | None:
     """The parity report of an earlier run into this folder, if any."""
     path = folder / "manifest.json"
     return json.loads(path.read_text()).get("parity") if path.exists() else None
+
+
+@contextmanager
+def closing_time(folder: Path) -> Iterator[None]:
+    """One run at a time sums up a store: parts (`--shard i/n`) may end in the same second."""
+    with open(folder / ".lock-summary", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def read_ledger(folder: Path) -> dict[str, str]:
+    """Sample id -> reason, of the ledger as it stands; {} without one."""
+    path = folder / LEDGER
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {row["sample_id"]: row["reason"] for row in rows}
 
 
 def write_ledger(folder: Path, rejected: Sequence[tuple[str, str]]) -> None:

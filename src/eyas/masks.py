@@ -168,8 +168,7 @@ class ChatTemplate:
         for turn in turns:
             last = turn == len(messages) - 1
             rendered = full if last else self.render(clean[: turn + 1], tools)
-            known = places if full.startswith(rendered) else None  # the places in a prefix are those in the whole
-            own, base = self._turn(clean[: turn + 1], tools, rendered, known)
+            own, base = self._turn(clean[: turn + 1], tools, rendered, places if last else None)
             if "reasoning restored" in own.notes:
                 alone.append(own)
                 continue

@@ -39,7 +39,7 @@ def check_model(info: ModelInfo) -> Check:
         "model",
         "OK",
         f"{info.architecture}, {info.num_layers} layers, H {info.hidden_size}, V {info.vocab_size}{quantised}; "
-        f"weights complete, {human_bytes(info.weight_bytes)}",
+        + (f"weights complete, {human_bytes(info.weight_bytes)}" if info.weight_bytes else "random weights, as asked"),
     )
 
 

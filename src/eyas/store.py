@@ -28,7 +28,16 @@ KIND = "eyas.states"
 FORMAT_VERSION = 1
 LEDGER = "ledger.jsonl"
 #: Files that belong to a store folder; anything else in an output folder is refused before a run.
-STORE_FILES = {MANIFEST, LEDGER, "shard-*.safetensors", "shard-*.safetensors.tmp", ".lock*", ".manifest.json.*.tmp"}
+STORE_FILES = {
+    MANIFEST,
+    LEDGER,
+    "shard-*.safetensors",
+    "shard-*.safetensors.tmp",
+    ".lock*",
+    ".manifest.json.*.tmp",
+    "trace-*.jsonl",
+    "fault-*.json",
+}
 
 #: dtypes a state can be computed and stored in, by their name in manifests and headers.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
