@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 
+import pyarrow.parquet as pq
 import pytest
 from chat_templates import byte_level_tokenizer
+from test_conversations import BAD
 
 from eyas.dataset import open_dataset
 from eyas.errors import FolderConflictError, InputError
-from eyas.preparation import PACKAGED, PrepareSettings, packaged, prepare
+from eyas.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, PrepareSettings, packaged, predicted_bytes, prepare
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +90,94 @@ def test_held_out_problems_are_not_among_the_others():
     ]
     assert not questions[0] & questions[1]
     assert len(questions[1]) >= 40
+
+
+def test_two_hundred_malformed_rows_are_each_reported_and_good_rows_unharmed(model, tmp_path):
+    rng = random.Random(3)
+    kinds = list(BAD)
+    lines, expected, good = [], {}, []
+    while len(expected) < 200:
+        if rng.random() < 0.5:
+            good.append(chat(f"Question {len(good)}", f"Answer {len(good)}"))
+            lines.append(json.dumps(good[-1]).encode())
+        else:
+            row, reason = BAD[rng.choice(kinds)]
+            lines.append(row if isinstance(row, bytes) else json.dumps(row).encode())
+            expected[len(lines)] = reason
+    (tmp_path / "mixed.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    report = prepare(tmp_path / "mixed.jsonl", model, tmp_path / "out")
+    assert (report.rows, report.dropped, report.kept) == (len(lines), 200, len(good))
+    rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
+    assert {one["line"] for one in rejected} == set(expected)
+    for one in rejected:
+        assert expected[one["line"]] in one["reason"]
+        assert one["file"].endswith("mixed.jsonl")
+    alone = tmp_path / "good.jsonl"
+    rows(alone, *good)
+    prepare(alone, model, tmp_path / "clean")
+    assert open_dataset(tmp_path / "out").ids == open_dataset(tmp_path / "clean").ids
+
+
+def test_duplicates_are_written_once_with_their_count_or_kept(model, tmp_path):
+    data = rows(tmp_path / "a.jsonl", chat("Hi", "Hello"), chat("Yes?", "No"), chat("Hi", "Hello"), chat("Hi", "Hello"))
+    once = prepare(data, model, tmp_path / "once")
+    assert (once.samples, once.duplicates) == (2, 2)
+    assert pq.read_table(tmp_path / "once" / "data-00000.parquet")["count"].to_pylist() == [3, 1]
+    assert len(open_dataset(tmp_path / "once")) == 2
+    kept = prepare(data, model, tmp_path / "kept", settings=PrepareSettings(duplicates="keep"))
+    assert (kept.samples, kept.duplicates) == (4, 2)
+    assert pq.read_table(tmp_path / "kept" / "data-00000.parquet")["count"].to_pylist() == [1, 1, 1, 1]
+
+
+def split_of(folder) -> tuple[set[str], set[str]]:
+    """Sources of the samples of the training part and of the held-out part."""
+    parts = (folder, folder / "heldout")
+    return tuple(set(pq.read_table(part / "data-00000.parquet")["source"].to_pylist()) for part in parts)
+
+
+def test_the_held_out_split_depends_on_content_alone(model, tmp_path):
+    conversations = [chat(f"Question {k}", f"Answer {k}", "And?", "More " * (k % 40) + ".") for k in range(300)]
+    data = rows(tmp_path / "a.jsonl", *conversations)
+    first = prepare(data, model, tmp_path / "a", settings=PrepareSettings(heldout=0.1))
+    train, heldout = split_of(tmp_path / "a")
+    assert not train & heldout
+    assert len(heldout) == first.heldout_samples
+    assert 12 <= len(heldout) <= 50
+    # Another order, another length limit, other answers, more rows: every question stays on its side.
+    again = [chat(row["messages"][0]["content"], "Quite another answer") for row in conversations]
+    random.Random(1).shuffle(again)
+    rows(tmp_path / "b.jsonl", *again, *(chat(f"New {k}", "Yes") for k in range(100)))
+    prepare(tmp_path / "b.jsonl", model, tmp_path / "b", settings=PrepareSettings(heldout=0.1, max_seq_len=40))
+    _, heldout_again = split_of(tmp_path / "b")
+    question = lambda row: row["messages"][0]["content"]  # noqa: E731
+    asked = {question(conversations[int(source.rsplit(":", 1)[1]) - 1]) for source in heldout}
+    asked_again = {question(again[line - 1]) for s in heldout_again if (line := int(s.rsplit(":", 1)[1])) <= len(again)}
+    assert asked == asked_again
+    # The training folder alone is what extraction reads; the held-out part is a dataset of its own.
+    assert len(open_dataset(tmp_path / "a")) == len(train)
+    assert not set(open_dataset(tmp_path / "a").ids) & set(open_dataset(tmp_path / "a" / "heldout").ids)
+    # A larger share holds what a smaller one held.
+    prepare(data, model, tmp_path / "c", settings=PrepareSettings(heldout=0.3))
+    assert heldout < split_of(tmp_path / "c")[1]
+
+
+def test_worker_processes_give_the_same_dataset(model, tmp_path):
+    n = CHUNK_ROWS * CHUNKS_ALONE + 300
+    data = rows(tmp_path / "a.jsonl", *(chat(f"Question {k}", f"Answer {k}") if k % 50 else "broken" for k in range(n)))
+    alone = prepare(data, model, tmp_path / "alone", workers=1)
+    several = prepare(data, model, tmp_path / "several", workers=2)
+    assert alone.samples == several.samples == n - alone.dropped
+    for name in ("data-00000.parquet", "rejected.jsonl"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "several" / name).read_bytes(), name
+
+
+def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
+    data = rows(tmp_path / "a.jsonl", chat("word " * 100, "Hello"))
+    with pytest.raises(InputError, match="no assistant token within --max-seq-len 32"):
+        prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=32))
+
+
+def test_predicted_bytes():
+    # Kimi-K2.5: four states of 7168 values in bf16 are 57,344 bytes a token.
+    assert predicted_bytes(1, 7168) == 57_344 + 5
+    assert predicted_bytes(1000, 576, layers=3, bytes_per_value=4) == 1000 * (3 * 576 * 4 + 5)

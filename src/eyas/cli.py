@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from enum import Enum
 from inspect import unwrap
 from pathlib import Path
@@ -16,6 +17,7 @@ from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 if TYPE_CHECKING:
     from eyas.engines.base import Progress
+    from eyas.preflight import Check
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -63,8 +65,10 @@ def settings(
 
 
 app.command()(cli_data.prepare)
-app.command()(cli_train.train)
-app.command("eval")(cli_train.evaluate)
+app.command()(cli_runs.in_run(cli_train.train))
+app.command("eval")(cli_runs.in_run(cli_train.evaluate, "eval"))
+app.command()(cli_runs.doctor)
+app.command()(cli_runs.report)
 app.add_typer(cli_runs.runs_app, name="runs")
 
 
@@ -130,9 +134,13 @@ def extract(
     options = cli_gates.extract_options(locals())
     from eyas import console
     from eyas.extraction import extract as run
-    from eyas.runs import report_progress
+    from eyas.runs import note, report_progress
 
     bar = console.BulkBar()
+
+    def show(checks: list[Check]) -> None:
+        note(preflight=[asdict(check) for check in checks])
+        console.show_preflight(checks)
 
     def stage(line: str) -> None:
         report_progress(stage=line.split()[0])
@@ -148,7 +156,7 @@ def extract(
     try:
         report = run(
             **options,
-            on_preflight=console.show_preflight,
+            on_preflight=show,
             on_stage=stage,
             on_progress=advance,
         )
@@ -192,12 +200,31 @@ def verify(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A state store or a token dataset.")],
-    sample: Annotated[int, typer.Option(help="Which sample's tokens to show.")] = 0,
+    sample: Annotated[
+        int | None, typer.Option(help="Which sample's tokens to show. Default: the first, or a few.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many samples of a dataset to show.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Also write a page about a dataset to this file.")] = None,
+    model_path: Annotated[str | None, typer.Option(help="Whose tokenizer spells a dataset's tokens.")] = None,
+    states: Annotated[int, typer.Option(help="States per token, for the predicted bytes of a dataset's states.")] = 4,
+    tokens_per_second: Annotated[float, typer.Option(help="Assumed rate, for the predicted hours.")] = 20_000,
 ) -> None:
-    """Show what a folder holds, and one sample's tokens with the loss mask in colour."""
+    """Show what a folder holds, and samples' tokens with the loss mask in colour."""
     from eyas import console
+    from eyas.dataset_view import inspect_dataset, is_dataset
 
-    console.inspect_store(folder, sample)
+    if is_dataset(folder):
+        inspect_dataset(
+            folder,
+            sample=sample,
+            samples=samples,
+            html=html,
+            model_path=model_path,
+            states=states,
+            tokens_per_second=tokens_per_second,
+        )
+        return
+    console.inspect_store(folder, sample or 0)
 
 
 @app.command()

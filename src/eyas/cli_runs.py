@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.errors import EXIT_INTERRUPTED, EyasError, InputError
+from eyas.errors import EXIT_INTERRUPTED, EyasError, InputError, PreflightError
 
 if TYPE_CHECKING:
     from eyas.remote import Host
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def in_run(function: Callable[..., None]) -> Callable[..., None]:
+def in_run(function: Callable[..., None], name: str | None = None) -> Callable[..., None]:
     """Make a command a run: adds the options above, and does what the command does inside `runs.start`.
 
     Put it between `@app.command()` and the function. Inside, `runs.report_progress(...)` is the heartbeat.
@@ -70,7 +70,7 @@ def in_run(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**arguments: Any) -> None:
         chosen = {name: arguments.pop(name) for name in _OPTIONS}
-        _start(function, chosen, arguments)
+        _start(function, name or function.__name__, chosen, arguments)
 
     signature = inspect.signature(function, eval_str=True)
     extra = [
@@ -82,10 +82,9 @@ def in_run(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _start(function: Callable[..., None], chosen: dict[str, Any], arguments: dict[str, Any]) -> None:
+def _start(function: Callable[..., None], name: str, chosen: dict[str, Any], arguments: dict[str, Any]) -> None:
     from eyas import background, remote, runs
 
-    name = function.__name__.replace("_", "-")
     if chosen["on_stall"] not in ("report", "stop"):
         raise InputError(f"--on-stall {chosen['on_stall']} is unknown", "report or stop")
     if chosen["host"]:
@@ -141,7 +140,9 @@ def _pass(host: Host) -> None:
 def _rate(progress: dict[str, Any]) -> str:
     if progress.get("tokens_per_s"):
         return f"{progress['tokens_per_s']:,.0f} tok/s"
-    return f"{progress['samples_per_s']:,.1f} samples/s" if progress.get("samples_per_s") else ""
+    return (
+        f"{progress['samples_per_s']:,.1f} {progress.get('unit', 'samples')}/s" if progress.get("samples_per_s") else ""
+    )
 
 
 def _how_far(progress: dict[str, Any]) -> str:
@@ -426,3 +427,49 @@ def clean(
         raise EyasError(
             "not removed: " + "; ".join(item.what for item in left), "another user's, or stuck in the kernel"
         )
+
+
+# --- eyas doctor -----------------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    output_dir: Annotated[Path | None, typer.Option(help="Where states would go; its disk is measured.")] = None,
+    model_path: Annotated[str | None, typer.Option(help="Check this model's weights and predict memory.")] = None,
+    prepared_data: Annotated[str | None, typer.Option(help="Predict the disk for this dataset.")] = None,
+    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks to reckon with.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="No write test.")] = False,
+    host: HostName = None,
+    host_command: HostCommand = None,
+) -> None:
+    """What this machine has against what a run needs, and what earlier runs left behind."""
+    from eyas import console
+    from eyas.doctor import diagnose
+
+    there = _there(host, host_command)
+    if there:
+        _pass(there)
+    rows = diagnose(output_dir, model_path, prepared_data, tp_size, quick)
+    console.show_preflight(rows, "doctor")
+    failed = [row.name for row in rows if row.status == "FAIL"]
+    if failed:
+        raise PreflightError(f"not fit for a run: {', '.join(failed)}", "see the last column")
+
+
+# --- eyas report ---------------------------------------------------------------------------------------------------------------
+
+
+def report(
+    run: RunName,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page. Default: RUN.html here.")] = None,
+) -> None:
+    """Write one self-contained HTML page of a run: what ran, where, rates, norms, parity, what was not written, warnings."""
+    from eyas import runs
+    from eyas.report import write_report
+
+    view = runs.find(run)
+    path = output or Path(f"{view.id}.html")
+    try:
+        write_report(view, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", "name another --output") from None
+    typer.echo(str(path))

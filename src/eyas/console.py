@@ -28,9 +28,9 @@ err = Console(stderr=True, highlight=False)
 STATUS_STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
-def show_preflight(checks: Sequence[Check]) -> None:
-    """The table of gate 1."""
-    table = Table(title="preflight", title_justify="left", show_edge=False, pad_edge=False, expand=False)
+def show_preflight(checks: Sequence[Check], title: str = "preflight") -> None:
+    """The table of gate 1, and of `eyas doctor`."""
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, expand=False)
     for column in ("", "check", "found", "what to do"):
         table.add_column(column, overflow="fold")
     if not any(check.remedy for check in checks):

@@ -319,13 +319,18 @@ class DatasetWriter:
             self._writer.close()
             self._writer = None
 
+    def finish_files(self) -> None:
+        """Write what is pending and close the last file; without a manifest the folder is no dataset yet."""
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
     def close(self, **fields: Any) -> dict[str, Any]:
         """Finish the files and write `manifest.json` with `fields` (source, tokenizer, template, counts). Returns the manifest."""
         from eyas.manifest import made_by, now, write_json
 
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        self.finish_files()
         manifest = {
             "kind": KIND,
             "format_version": FORMAT_VERSION,

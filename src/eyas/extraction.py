@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from eyas import preflight
+from eyas import machine, preflight
 from eyas.dataset import Sample, TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
@@ -281,6 +281,7 @@ def plan(settings: ExtractSettings) -> Job:
         preflight.check_disk(folder, spec, left),
         *engine.preflight(),
         preflight.check_versions(),
+        *machine.check_before_run(settings.tp_size),
     ]
     return Job(settings, info, dataset, spec, engine, batches, done, too_long, checks)
 

@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -399,6 +400,9 @@ def _stay_connected(pid: int) -> None:
     failures = 0
     while os.getpid() == pid and _state.get("pid") == pid:
         connection = _state.get("connection")
+        if connection is not None and _state["role"] in _GUESSED and not select.select([connection], [], [], 1.0)[0]:
+            _learn_role()
+            continue
         try:
             data = connection.recv(4096) if connection is not None else b""
         except OSError:
@@ -414,6 +418,23 @@ def _stay_connected(pid: int) -> None:
             os._exit(1)
         time.sleep(min(5.0, 0.05 * 2**failures))
         failures = 0 if _connect_again(connection) else failures + 1
+
+
+_GUESSED = ("worker", "fork")
+
+
+def _learn_role() -> None:
+    """A process that attached before it knew what it is: its name in multiprocessing, or PyTorch's data loader, tells later."""
+    loader = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
+    if loader is not None:
+        _rename("loader", int(loader.id))
+        return
+    process = getattr(sys.modules.get("multiprocessing.process"), "_current_process", None)
+    name = str(getattr(process, "name", ""))
+    if name.startswith("EngineCore"):
+        _rename("engine", None)
+    else:
+        _rename("process", None)
 
 
 def _driver_lives() -> bool:
@@ -591,6 +612,9 @@ def auto_attach() -> None:
     """What `startup/sitecustomize.py` calls in every Python child of a run."""
     arguments = " ".join(sys.orig_argv)
     if "resource_tracker" in arguments or "eyas.keeper" in arguments:
+        return
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
+        attach_process("rank", int(os.environ["RANK"]), force_streams=False)  # torchrun and its kin
         return
     role = "child"
     if "multiprocessing" in arguments:

@@ -168,7 +168,8 @@ class ChatTemplate:
         for turn in turns:
             last = turn == len(messages) - 1
             rendered = full if last else self.render(clean[: turn + 1], tools)
-            own, base = self._turn(clean[: turn + 1], tools, rendered, places if last else None)
+            known = places if full.startswith(rendered) else None  # the places in a prefix are those in the whole
+            own, base = self._turn(clean[: turn + 1], tools, rendered, known)
             if "reasoning restored" in own.notes:
                 alone.append(own)
                 continue

@@ -92,6 +92,7 @@ class PrepareReport:
     seconds: float = 0.0
     workers: int = 1
     output: str = ""
+    model: dict[str, int] | None = None
 
     @property
     def rows_per_second(self) -> float:
@@ -226,6 +227,17 @@ class _RowMaker:
         if not pieces:
             return _RowResult(place, [], [], answers, b"", why, lost)
         return _RowResult(place, pieces, notes, answers, split_key(item), None, lost)
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Number of samples by length in tokens, in bins that double; empty bins are left out."""
+    return _named_bins(np.bincount(np.searchsorted(HISTOGRAM_EDGES, lengths), minlength=len(HISTOGRAM_EDGES) + 1))
+
+
+def _named_bins(bins: np.ndarray) -> dict[str, int]:
+    edges = [0, *HISTOGRAM_EDGES]
+    names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
+    return {name: int(count) for name, count in zip(names, bins, strict=True) if count}
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -382,7 +394,7 @@ def prepare(
     ]
     arguments = (model_path, trust_remote_code, chat_template, settings, columns)
     maker = _RowMaker(*arguments)
-    described = {
+    described: dict[str, Any] = {
         "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
         "tokenizer": describe_tokenizer(maker.template, model_path),
         "settings": json.loads(json.dumps(asdict(settings))),
@@ -398,14 +410,19 @@ def prepare(
         report.seconds = time.monotonic() - started
         if progress:
             progress(report)
-    if not report.samples:
+    if report.samples == report.heldout_samples:  # nothing, or nothing but held-out samples
         sink.abandon()
+        if report.samples:
+            raise InputError(
+                f"all {report.samples} samples fell into the held-out part", "give more data, or a smaller --heldout"
+            )
         shown = (
             "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3]) or "the input is empty"
         )
         raise InputError(
             f"not one of {report.rows} rows could be used: {shown}", "fix the data, or the template (--chat-template)"
         )
+    described["model"] = report.model = describe_shape(model_path, trust_remote_code)
     sink.close(described)
     report.seconds = time.monotonic() - started
     log.info(
@@ -437,6 +454,25 @@ def vocabulary_hash(tokenizer: Any) -> str:
     """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
+
+
+def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
+    """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
+    from transformers import AutoConfig
+
+    from eyas.embedded import EMBEDDED_NAME, embedded_model
+
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
+        return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}
+    except (OSError, ValueError, KeyError, AttributeError, ImportError):
+        return None
+
+
+def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_value: int = 2) -> int:
+    """Size of the states of `tokens` tokens: layers x hidden size x bytes a value, and 5 bytes of id and mask a token."""
+    return tokens * (layers * hidden_size * bytes_per_value + 5)
 
 
 def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
@@ -542,22 +578,48 @@ class _Sink:
     def close(self, described: dict[str, Any]) -> None:
         self.rejected.close()
         report = self.report
-        edges = [0, *HISTOGRAM_EDGES]
-        names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
-        report.histogram = {name: int(n) for name, n in zip(names, self.bins, strict=True) if n}
+        report.histogram = _named_bins(self.bins)
         counts = report_counts(report)
         if self.heldout is not None:
             if self.heldout.ids:
+                self.heldout.finish_files()
+                self._write_counts(self.heldout)
                 self.heldout.close(**described, part="heldout")
             else:
                 log.warning(
-                    "the held-out part is empty: %d samples are too few for a share of %s",
+                    "the held-out part is empty: %d samples are few for a share of %s",
                     report.samples,
                     self.settings.heldout,
                 )
                 shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
+        self.writer.finish_files()
+        self._write_counts(self.writer)
         self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
         write_json(self.folder / REPORT, counts)
+
+    def _write_counts(self, writer: DatasetWriter) -> None:
+        """How often a sample came is known only at the end: rewrite the `count` column where a sample came again."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self.counts or self.settings.duplicates == "keep":
+            return
+        for entry in writer.files:
+            path = writer.folder / entry["name"]
+            table = pq.ParquetFile(path)
+            groups = [
+                table.read_row_group(i, columns=["sample_id"]).column(0).to_pylist()
+                for i in range(table.num_row_groups)
+            ]
+            if not any(one in self.counts for group in groups for one in group):
+                continue
+            temporary = path.with_name(f".{path.name}.tmp")
+            with pq.ParquetWriter(temporary, table.schema_arrow, compression="zstd") as out:
+                for index, group in enumerate(groups):
+                    rows = table.read_row_group(index)
+                    counted = pa.array([1 + self.counts.get(one, 0) for one in group], pa.int32())
+                    out.write_table(rows.set_column(rows.schema.get_field_index("count"), "count", counted))
+            os.replace(temporary, path)
 
 
 def _kind_of(reason: str) -> str:
@@ -570,6 +632,6 @@ def _kind_of(reason: str) -> str:
 def report_counts(report: PrepareReport) -> dict[str, Any]:
     """The report as plain JSON, without what differs between two equal runs (times, paths)."""
     values = asdict(report)
-    for name in ("seconds", "workers", "output"):
+    for name in ("seconds", "workers", "output", "model"):
         values.pop(name)
     return {**values, "notes": dict(report.notes), "reasons": dict(report.reasons)}

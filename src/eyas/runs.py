@@ -77,12 +77,13 @@ class Run:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="eyas-heartbeat", daemon=True)
 
-    def progress(self, *, stage: str | None = None, **counts: float | None) -> None:
+    def progress(self, *, stage: str | None = None, **counts: float | str | None) -> None:
         """Say how far it is; costs about a microsecond, the heartbeat thread does the writing.
 
         Args:
             stage: `load`, `parity`, `extract` ...; a new one starts rates and ETA anew.
-            counts: totals so far of `samples`, `tokens`, `bytes`, `failed`; `total` = samples in all; any other number is kept too.
+            counts: totals so far of `samples`, `tokens`, `bytes`, `failed`; `total` = samples in all; `unit` if they are
+                not samples (`steps`); anything else is kept too.
         """
         with self._lock:
             if stage is not None and stage != self._counts.get("stage"):
@@ -163,6 +164,12 @@ def report_progress(**counts: Any) -> None:
     """`Run.progress` of the current run; nothing where there is none (the Python API without a run)."""
     if _current is not None:
         _current.progress(**counts)
+
+
+def note(**fields: Any) -> None:
+    """`Run.note` of the current run; nothing where there is none."""
+    if _current is not None:
+        _current.note(**fields)
 
 
 def create(command: str, argv: list[str], run_dir: str | Path | None = None, run_id: str | None = None) -> Path:

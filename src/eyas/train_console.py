@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from eyas.console import err, out
+from eyas.runs import report_progress
 
 if TYPE_CHECKING:
     from eyas.training import TrainReport
@@ -32,6 +33,9 @@ class TrainDisplay:
             self._length = f"{figures['simulated']['acceptance_length']:.2f}"
             out.print(f"step {figures['step']}: {describe(figures['simulated'])}")
             return
+        report_progress(
+            stage="train", samples=figures["step"], total=figures["total_steps"], unit="steps", loss=figures["loss"][0]
+        )
         accuracy = " ".join(f"{100 * a:.0f}" for a in figures["accuracy"])
         text = (
             f"step {figures['step']}  loss {figures['loss'][0]:.3f}  accuracy by step {accuracy} %  "
