@@ -95,7 +95,9 @@ def parity_text(parity: dict[str, Any] | None, num_layers: int | None = None) ->
         return "not checked"
     # Engine vllm compares a sample alone with the same sample in a batch, engine transformers with an independent pass.
     off = parity.get("relative_l2") or parity.get("alone_relative_l2") or {}
-    text = f"passed on {parity['samples']} samples, worst layer off by {max(off.values(), default=0.0):.1e} (relative L2)"
+    text = (
+        f"passed on {parity['samples']} samples, worst layer off by {max(off.values(), default=0.0):.1e} (relative L2)"
+    )
     if "top1_agreement" in parity:
         text += f", next token rebuilt at {parity['top1_agreement']:.1%} of positions"
         text += f" ({parity['near_ties']} near ties)" if parity.get("near_ties") else ""
