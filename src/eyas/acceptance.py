@@ -205,7 +205,9 @@ def load_model(info: ModelInfo, aux: Sequence[int], device: torch.device, comput
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(info.path, dtype=compute, trust_remote_code=trust)
-    return Target(model.to(device).eval(), aux)
+    model = model.eval()
+    torch.nn.Module.to(model, device)  # the class narrows `to` in its own signature
+    return Target(model, aux)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
