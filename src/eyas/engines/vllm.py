@@ -36,6 +36,12 @@ log = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 26), (0, 32))
 WORKER = "eyas.engines.vllm_worker.CaptureWorker"
+DIED = (
+    "finished shards are kept and the same command resumes; the cause is above, in the lines of the engine's processes"
+)
+NOT_STARTED = (
+    "nothing was written; the cause is above, in the lines of the engine's processes (`eyas runs logs` keeps them)"
+)
 #: vLLM's name for our random weights, see `vllm_dummy.py` (not imported here: it imports vLLM).
 DUMMY_FORMAT = "eyas_dummy"
 #: Tokens of one engine step: large enough for full prefill speed, small enough that two steps' states fit beside the model.
@@ -108,6 +114,18 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _gpu_memory() -> tuple[int, int] | None:
+    """(free, total) bytes of the GPU with the least free, from the driver's own tool: asking CUDA would take half a gigabyte of it."""
+    import subprocess
+
+    query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        return min((int(free) * 2**20, int(total) * 2**20) for free, total in (line.split(",") for line in lines))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> None:
@@ -210,7 +228,12 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> dict[str, str]:
     """What the engine's processes must find in their environment. What the user set stays, except what would break a run."""
-    values = {"EYAS_FAULT_DIR": str(faults), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    values = {
+        "EYAS_FAULT_DIR": str(faults),
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
     for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         values[name] = os.environ.get(name, value)
     if not gpu:
@@ -325,10 +348,9 @@ class VllmEngine:
         stored = DTYPES[own.model.dtype].itemsize
         need = own.model.weight_bytes * (1 if own.model.quantization else DTYPES[own.dtype].itemsize / stored) / ranks
         hint = "more GPUs (--tp-size), a quantised model, or another process to end first"
-        if has_gpu():
-            import torch
-
-            free, total = torch.cuda.mem_get_info(0)
+        memory = _gpu_memory()
+        if memory is not None:
+            free, total = memory
             asked = total * own.gpu_memory_utilization
             finding = f"{human_bytes(need)} of weights a rank, {human_bytes(free)} of {human_bytes(total)} free on the first GPU"
             if need > 0.95 * asked or free < asked:
@@ -373,7 +395,7 @@ class VllmEngine:
             try:
                 self._llm = LLM(**arguments)
             except Exception as error:
-                raise self._explained(error, "vLLM did not start") from error
+                raise self._explained(error, "vLLM did not start", remedy=NOT_STARTED) from error
         self.load_seconds = time.monotonic() - started
         described = self._rpc("eyas_describe")
         self.loaded = described[-1]
@@ -564,7 +586,7 @@ class VllmEngine:
                 raise _from_record(answer["error"])
         return answers
 
-    def _explained(self, error: Exception, what: str, folder: Path | None = None) -> EyasError:
+    def _explained(self, error: Exception, what: str, folder: Path | None = None, remedy: str = DIED) -> EyasError:
         """The first rank's own error when it left one, else what vLLM said, shortened to its last line."""
         places = [Path(self._faults.name), *([folder] if folder is not None else [])]
         for file in sorted(file for place in places for file in place.glob("fault-*.json")):
@@ -575,7 +597,7 @@ class VllmEngine:
         lines = [line for line in str(error).splitlines() if line.strip()]
         return EngineError(
             f"{what}: {type(error).__name__}: {lines[-1] if lines else 'no message'}",
-            "finished shards are kept and the same command resumes; the cause is above, in the lines of the engine's processes",
+            remedy,
         )
 
 
