@@ -24,7 +24,7 @@ from eyas.runs import RunView
 
 #: Drawn in this box (SVG user units); the page scales it to the screen's width.
 WIDTH, HEIGHT = 640, 200
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 12, 28
+LEFT, RIGHT, TOP, BOTTOM = 84, 12, 16, 32
 
 
 def write_report(view: RunView, path: Path) -> Path:
@@ -139,8 +139,8 @@ def charts(history: list[dict[str, Any]]) -> list[Chart]:
         ("bytes", "bytes written per second", human_bytes),
     ):
         points = rate_points(history, field, start)
-        if len(points) > 1:
-            peak = max(value for _, value in points)
+        peak = max((value for _, value in points), default=0.0)
+        if len(points) > 1 and peak > 0:
             found.append(Chart(title, line_svg(points, form), f"highest {form(peak)}"))
     losses = [(p["beat"] - start, float(p["loss"])) for p in history if isinstance(p.get("loss"), int | float)]
     if len(losses) > 1:
@@ -220,7 +220,7 @@ def layer_rows(manifest: dict[str, Any]) -> list[dict[str, Any]]:
         row.update(left=place["min"], width=max(place["max"] - place["min"], 0.5), dot=place["mean"])
         row["name"] = f"{row['id']} (target state)" if row["id"] == number else str(row["id"])
         for key in ("mean", "min", "max"):
-            row[key] = f"{row[key]:.4g}"
+            row[key] = _value(row[key])
     return rows
 
 
@@ -230,6 +230,8 @@ def parity_rows(parity: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     rows: list[tuple[str, str]] = []
     for name, value in parity.items():
+        if value is None:
+            continue
         if isinstance(value, dict):
             rows += [
                 (f"{name.replace('_', ' ')}, {'layer ' if str(k).isdigit() else ''}{k}", _value(v))
@@ -246,7 +248,7 @@ def ledger_reasons(output: Path) -> list[tuple[str, int]]:
 
     reasons: Counter[str] = Counter()
     for entry in _json_lines(output / "ledger.jsonl"):
-        reasons[re.sub(r"\d+", "N", str(entry.get("reason", "no reason")))] += 1
+        reasons[re.sub(r"\d+", "…", str(entry.get("reason", "no reason")))] += 1
     return reasons.most_common()
 
 
@@ -264,8 +266,10 @@ def _grouped(pairs: list[tuple[str, str]], most: int = 40) -> list[dict[str, Any
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
