@@ -13,6 +13,7 @@ _PUBLIC = {
     "open_states": "eyas.store",
     "verify": "eyas.verification",
     "prepare": "eyas.preparation",
+    "regenerate": "eyas.regeneration",
     "extract": "eyas.extraction",
     "train": "eyas.training",
     "evaluate": "eyas.acceptance",

@@ -117,3 +117,92 @@ def prepare(
     print_report(report)
     if strict and report.dropped:
         raise typer.Exit(EXIT_INCOMPLETE)
+
+
+def regenerate(
+    data: Annotated[list[str], typer.Option(help="File, folder, packaged set, or a name for `datasets`. Repeatable.")],
+    model_path: Annotated[str, typer.Option(help="The target, which answers the prompts.")],
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder of the token dataset. Resumed when it holds the same run's answers.")
+    ],
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="Who generates, without --endpoint.")
+    ] = "transformers",
+    endpoint: Annotated[
+        str | None, typer.Option(help="A server that speaks OpenAI's protocol, e.g. http://localhost:8000.")
+    ] = None,
+    endpoint_model: Annotated[str | None, typer.Option(help="The model's name there; default the only one.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key for the endpoint.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Limit for one answer.")] = 1024,
+    max_seq_len: Annotated[int, typer.Option(help="Limit for prompt and answer together.")] = 2048,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus, for temperatures above 0.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Prompts at once (transformers), requests at once (endpoint).")] = 16,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="JSON for the template, e.g. '{\"enable_thinking\": false}'.")
+    ] = "",
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use instead of the tokenizer's template.")
+    ] = None,
+    column: Annotated[list[str] | None, typer.Option(help="WHAT=COLUMN. Repeatable.")] = None,
+    data_config: Annotated[
+        str | None, typer.Option(help="Configuration, for a data set that `datasets` loads.")
+    ] = None,
+    data_split: Annotated[str, typer.Option(help="Split, for a data set that `datasets` loads.")] = "train",
+    heldout: Annotated[
+        float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
+    ] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of GPU memory (engine vllm).")] = 0.9,
+    strict: Annotated[bool, typer.Option(help="End with exit code 20 when any row was rejected.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
+) -> None:
+    """Let the target answer the prompts itself: its answers, token by token as generated, become the dataset."""
+    from eyas.dataset_view import print_regenerated
+    from eyas.generators import EndpointGenerator, Generator, Sampling, TransformersGenerator, VllmGenerator
+    from eyas.masks import ChatTemplate
+    from eyas.regeneration import RegenerateSettings
+    from eyas.regeneration import regenerate as run
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+
+    def generator(template: ChatTemplate) -> Generator:
+        stop = template.end_of_turn_ids()
+        if endpoint:
+            return EndpointGenerator(endpoint, endpoint_model, sampling, stop, concurrency=batch_size, api_key=api_key)
+        if engine == "vllm":
+            return VllmGenerator(
+                model_path,
+                sampling,
+                stop,
+                max_seq_len=max_seq_len,
+                tp_size=tp_size,
+                gpu_memory_utilization=gpu_memory_utilization,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
+        return TransformersGenerator(
+            model_path, sampling, stop, batch_size=batch_size, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+
+    kwargs = _json_option("--chat-template-kwargs", chat_template_kwargs)
+    report = run(
+        list(data),
+        model_path,
+        output_dir,
+        generator,
+        settings=RegenerateSettings(max_seq_len, sampling, kwargs, heldout),
+        columns=_pairs("--column", column or []),
+        data_config=data_config,
+        data_split=data_split,
+        chat_template=_text_of("--chat-template", chat_template),
+        trust_remote_code=trust_remote_code,
+        limit=limit,
+        window=max(256, batch_size) if engine == "transformers" or endpoint else 4096,
+    )
+    print_regenerated(report)
+    if strict and report.rejected:
+        raise typer.Exit(EXIT_INCOMPLETE)

@@ -268,11 +268,14 @@ def _read_hub(source: DataSource) -> Iterator[RawRow]:
 # ---------------------------------------------------------------- parsing
 
 
-def parse_row(raw: RawRow, columns: Mapping[str, str] | None = None) -> Conversation | TokenRow:
+def parse_row(
+    raw: RawRow, columns: Mapping[str, str] | None = None, *, need_answer: bool = True
+) -> Conversation | TokenRow:
     """A row's conversation (or tokens), whatever usual form it has.
 
     Args:
         columns: what (a key of `COLUMNS`) -> the column that holds it.
+        need_answer: False = a prompt alone will do (its answer is still to be generated).
 
     Raises:
         RowError: with the reason.
@@ -303,7 +306,7 @@ def parse_row(raw: RawRow, columns: Mapping[str, str] | None = None) -> Conversa
     if messages is None:
         messages = get("conversations")
     if messages is None:
-        messages = _pair_messages(get)
+        messages = _pair_messages(get, need_answer)
     if messages is None:
         raise RowError(
             f"no known columns: found {', '.join(sorted(map(str, row)))[:200] or 'none'}; "
@@ -312,7 +315,7 @@ def parse_row(raw: RawRow, columns: Mapping[str, str] | None = None) -> Conversa
     messages = _messages(messages)
     if isinstance(get("system"), str) and get("system").strip() and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": get("system")})
-    if not any(message["role"] == "assistant" for message in messages):
+    if need_answer and not any(message["role"] == "assistant" for message in messages):
         raise RowError("no assistant turn")
     return Conversation(messages, _tools(get("tools")))
 
@@ -349,12 +352,14 @@ def _token_row(ids: Any, mask: Any, labels: Any) -> TokenRow:
     return TokenRow(ids, mask)
 
 
-def _pair_messages(get: Any) -> list[Any] | None:
+def _pair_messages(get: Any, need_answer: bool) -> list[Any] | None:
     """Alpaca and prompt/completion rows as messages; None when the row is neither."""
     for question, answer in (("instruction", "output"), ("prompt", "completion")):
         asked, answered = get(question), get(answer)
         if asked is None and answered is None:
             continue
+        if asked is not None and answered is None and not need_answer:
+            answered = []
         if asked is None or answered is None:
             raise RowError(
                 f"{question} and {answer} must both be there, {question if asked is None else answer} is missing"

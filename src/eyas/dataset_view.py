@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -18,6 +18,9 @@ from eyas.errors import InputError
 from eyas.manifest import MANIFEST
 from eyas.model_files import human_bytes
 from eyas.preparation import HELDOUT, REJECTED, PrepareReport, length_histogram, load_tokenizer, predicted_bytes, runs
+
+if TYPE_CHECKING:
+    from eyas.regeneration import RegenerateReport
 
 #: States per token that are assumed for predictions: three auxiliary layers and the target state.
 STATES = 4
@@ -81,6 +84,30 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
         f"{report.output}: {report.rows_per_second:,.0f} rows/s, {report.tokens_per_second:,.0f} tokens/s ({report.seconds:.1f} s)",
         soft_wrap=True,
     )
+
+
+def print_regenerated(report: RegenerateReport, console: Console | None = None) -> None:
+    """The report of `eyas regenerate`."""
+    console = console or Console(highlight=False)
+    cut = report.finish_reasons["length"]
+    rate = report.generated_tokens / report.seconds if report.seconds else 0.0
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, value, why in [
+        ("rows read", report.rows, f"{report.repeated:,} of them repeated prompts" if report.repeated else ""),
+        ("answered before", report.resumed, "by an earlier run"),
+        ("conversations", report.conversations, "answered by this run"),
+        ("answers", report.answers, f"{report.generated_tokens:,} tokens, {rate:,.0f} tokens/s"),
+        ("  cut by a limit", cut, "marked; they teach no end of turn" if cut else ""),
+        ("rows rejected", report.rejected, f"each with its reason in {REJECTED}" if report.rejected else ""),
+        ("samples", report.samples, f"{report.heldout_samples:,} of them held out" if report.heldout_samples else ""),
+        ("tokens", report.tokens, f"{report.supervised_tokens:,} supervised"),
+    ]:
+        table.add_row(name, f"{value:,}", why)
+    console.print(table)
+    console.print(f"{report.output} ({report.seconds:.1f} s)", soft_wrap=True)
 
 
 def _print_histogram(histogram: Mapping[str, int], console: Console) -> None:

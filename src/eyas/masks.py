@@ -139,6 +139,34 @@ class ChatTemplate:
             result.append(one)
         return result
 
+    def prompt_ids(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
+        """The tokens of `prompt`, as serving would send them."""
+        return self._encode(self.prompt(self._clean(messages), tools))
+
+    def decode_answer(self, token_ids: list[int]) -> str:
+        """The text of an answer without its end of turn."""
+        text = self._decode(token_ids)
+        found = self._end_of_turn.search(text)
+        return text[: found.start("eot")] if found else text
+
+    def opens_thinking(self, prompt_ids: list[int]) -> bool:
+        """Whether a prompt ends in an opened think block."""
+        return bool(_OPEN_AT_END.search(self._decode(prompt_ids[-16:])))
+
+    def end_of_turn_ids(self) -> list[int]:
+        """The tokens that end an answer: those that the template shows behind one, and eos."""
+        ids = {self.tokenizer.eos_token_id} - {None}
+        try:
+            [shown] = self.samples(
+                Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            )
+            last = int(shown.token_ids[np.flatnonzero(shown.loss_mask)[-1]])
+            if self._special.fullmatch(self._decode([last])):
+                ids.add(last)
+        except MaskError:
+            pass
+        return sorted(ids)
+
     # ------------------------------------------------------------ spans
 
     def masked_texts(self, conversation: Conversation) -> list[MaskedText]:
