@@ -69,9 +69,7 @@ app.command()(cli_runs.in_run(cli_train.train))
 app.command("eval")(cli_runs.in_run(cli_train.evaluate, "eval"))
 app.command()(cli_runs.doctor)
 app.command()(cli_runs.report)
-app.command()(cli_data.regenerate)
-app.command()(cli_train.train)
-app.command("eval")(cli_train.evaluate)
+app.command()(cli_runs.in_run(cli_data.regenerate))
 app.add_typer(cli_runs.runs_app, name="runs")
 
 

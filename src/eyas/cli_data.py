@@ -164,8 +164,9 @@ def regenerate(
     from eyas.dataset_view import print_regenerated
     from eyas.generators import EndpointGenerator, Generator, Sampling, TransformersGenerator, VllmGenerator
     from eyas.masks import ChatTemplate
-    from eyas.regeneration import RegenerateSettings
+    from eyas.regeneration import RegenerateReport, RegenerateSettings
     from eyas.regeneration import regenerate as run
+    from eyas.runs import report_progress
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
 
@@ -188,6 +189,9 @@ def regenerate(
             model_path, sampling, stop, batch_size=batch_size, dtype=dtype, trust_remote_code=trust_remote_code
         )
 
+    def heartbeat(so_far: RegenerateReport) -> None:
+        report_progress(samples=so_far.resumed + so_far.conversations, tokens=so_far.generated_tokens)
+
     kwargs = _json_option("--chat-template-kwargs", chat_template_kwargs)
     report = run(
         list(data),
@@ -201,7 +205,8 @@ def regenerate(
         chat_template=_text_of("--chat-template", chat_template),
         trust_remote_code=trust_remote_code,
         limit=limit,
-        window=max(256, batch_size) if engine == "transformers" or endpoint else 4096,
+        window=max(4 * batch_size, 64) if engine == "transformers" or endpoint else 4096,
+        progress=heartbeat,
     )
     print_regenerated(report)
     if strict and report.rejected:
