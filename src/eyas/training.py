@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,9 @@ def train(
     states = open_states(settings.states)
     aux_ids = check_store(states, info, settings.aux_layers, allow_unverified=settings.allow_unverified)
     refuse_foreign_folder(settings.output_dir, DRAFT_FILES)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        # The draft prepares its layers' weights together, so it is sharded as one unit (it is one layer anyway).
+        os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
     accelerator = Accelerator(
         log_with=list(settings.trackers) or None, project_dir=str(settings.output_dir / "tracking")
     )
@@ -363,18 +367,20 @@ class _Run:
         """Forward and backward of every micro-batch, then one AdamW step. The loss is the mean over supervised rows of all ranks."""
         s, ranks = self.settings, self.accelerator.num_processes
         K = len(batches[0].targets)
-        counts = torch.tensor(
-            [sum(b.targets[k].count for b in batches) for k in range(K)], dtype=torch.float32, device=self.device
-        )
-        total = self.accelerator.reduce(counts, "sum") if ranks > 1 else counts
+        counts = [sum(b.targets[k].count for b in batches) for k in range(K)]
+        sums = torch.tensor([*counts, sum(b.tokens for b in batches)], dtype=torch.float64, device=self.device)
+        if ranks > 1:
+            sums = self.accelerator.reduce(sums, "sum")
+            self.tokens += int(sums[-1])
+        else:
+            self.tokens += sum(b.tokens for b in batches)  # no wait for the device
         weights = torch.tensor([s.step_decay**k for k in range(K)], device=self.device)
-        divisors = total.clamp_min(1) / weights / ranks  # DDP and FSDP average gradients over ranks
+        divisors = sums[:K].float().clamp_min(1) / weights / ranks  # DDP and FSDP average gradients over ranks
         for i, batch in enumerate(batches):
             with self.accelerator.no_sync(self.model) if i + 1 < len(batches) else nullcontext():
                 out: DraftLoss = self.model(batch, self.teacher.logits(batch.final[batch.rows]), divisors, loss=s.loss)
                 self.accelerator.backward(out.loss)
             window.add(out, batch)
-            self.tokens += batch.tokens
         window.norm = self.accelerator.clip_grad_norm_(self.model.parameters(), s.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
