@@ -23,6 +23,7 @@ from eyas.baselines import Guesser, NgramTable, lookup_then_table, prompt_lookup
 from eyas.draft import Draft
 from eyas.draft_files import load_draft
 from eyas.embedded import resolve_model_path
+from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, StoreError
 from eyas.manifest import differing_fields, made_by, now, write_json
 from eyas.model_files import ModelInfo, describe_model
@@ -133,6 +134,8 @@ def evaluate(
     info = describe_model(folder, model_path, trust_remote_code=trust_remote_code)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     compute = compute_dtype(dtype, place)
+    if place.type == "cpu":
+        torch.set_num_threads(sensible_threads())
     model, manifest = load_for(draft, info, place, compute)
     target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
     from eyas.preparation import load_tokenizer

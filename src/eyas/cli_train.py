@@ -69,6 +69,7 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Largest gradient norm.")] = 1.0,
     warmup: Annotated[float, typer.Option(help="Share of the run that warms up.")] = 0.03,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: as many as are free.")] = None,
     seed: Annotated[int, typer.Option(help="Order of the data and first weights.")] = 0,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb, mlflow; repeatable; `none` for none.")
@@ -129,6 +130,7 @@ def train(
                 dtype=dtype,
                 compile=compile,
                 train_head=train_head,
+                threads=threads,
                 seed=seed,
                 trackers=tuple(t for t in track or ["tensorboard"] if t != "none"),
                 allow_unverified=allow_unverified,

@@ -33,6 +33,7 @@ class TrainSettings:
         held_out: share of samples set apart, for `chain`-long simulated acceptance every `eval_every`* steps, on at most
             `eval_samples` of them. patience*: stop after so many evaluations without a better one.
         keep*: checkpoints kept. checkpoint_every*: steps, 0 for at evaluations only. dtype: compute dtype (auto: bf16 where fast).
+        threads*: CPU threads; None: as many as are free, the same again when resumed.
         trackers*: tensorboard, wandb, mlflow. allow_unverified: take a store that `eyas verify` has not passed.
     """
 
@@ -69,6 +70,7 @@ class TrainSettings:
     checkpoint_every: int = 0
     dtype: str = "auto"
     compile: str = "auto"
+    threads: int | None = None
     seed: int = 0
     trackers: tuple[str, ...] = ("tensorboard",)
     log_every: int = 10
@@ -86,6 +88,7 @@ class TrainSettings:
         "checkpoint_every",
         "trackers",
         "log_every",
+        "threads",
         "output_dir",
     )
 

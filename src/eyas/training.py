@@ -33,6 +33,7 @@ from eyas.checkpoints import full_weights, list_checkpoints, load_checkpoint, sa
 from eyas.draft import Draft, DraftConfig, DraftLoss
 from eyas.draft_files import check_vocabulary, init_from, save_draft
 from eyas.draft_setup import choose_vocabulary, count_supervised, derive_config, initialise, measured_scale
+from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
 from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_id
 from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
@@ -146,6 +147,8 @@ class _Run:
 
     def go(self) -> TrainReport:
         s = self.settings
+        if self.device.type == "cpu":
+            torch.set_num_threads(self._threads())
         masks = [self._mask(i) for i in range(len(self.states))]
         self.masks = [m for _, m in masks]
         self.split: Split = split_by_id(self.states.ids, s.held_out, least=min(8, len(self.states) // 4))
@@ -181,6 +184,15 @@ class _Run:
             len(self.held_out),
         )
         return self._loop()
+
+    def _threads(self) -> int:
+        """CPU threads: as asked, else those of the run that is resumed (sums depend on the split), else as many as are free."""
+        path = self.settings.output_dir / SETTINGS
+        if self.settings.threads is not None:
+            return self.settings.threads
+        if path.exists():
+            return int(json.loads(path.read_text()).get("threads", 1))
+        return sensible_threads()
 
     def _mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         sample = self.states[index]
@@ -233,7 +245,7 @@ class _Run:
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / SETTINGS).exists():
-                write_json(folder / SETTINGS, mine)
+                write_json(folder / SETTINGS, {**mine, "threads": torch.get_num_threads()})
             self._cut_metrics()
         self.accelerator.init_trackers("eyas", config={k: str(v) for k, v in asdict(s).items()})
 
