@@ -29,7 +29,7 @@ import torch
 from eyas.dataset import Sample
 from eyas.errors import ContractError, DiskFullError, StoreError
 from eyas.manifest import fsync_folder
-from eyas.store import DTYPES, StoreSpec, ids_to_words, tensor_checksum
+from eyas.store import DTYPES, StoreSpec, ids_to_words, tensor_checksum, zero_states
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class ShardWriter:
                     norms = slot.norms[position]
                     self._compare_host_copy(slot, i, norms)
                 where = f"layer {i}, sample {slot.sample.id}, position"
-                zero = (norms == 0).nonzero()
+                zero = zero_states(i, norms).nonzero()
                 if len(zero):
                     raise ContractError(
                         f"{where} {int(zero[0])}: the state is all zero (fault F4); {len(zero)} of the sample's {len(norms)} rows are",

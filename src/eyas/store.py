@@ -203,6 +203,16 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
+def zero_states(layer_id: int, norms: torch.Tensor) -> torch.Tensor:
+    """Which rows are wrongly all zero, [T] bool, from their norms [T].
+
+    A residual stream is never zero, but an embedding (id 0) may be: padding tokens often have a zero row. There only a whole
+    run of zeros is wrong.
+    """
+    zero = norms == 0
+    return zero if layer_id != 0 or bool(zero.all()) else torch.zeros_like(zero)
+
+
 def open_shard(path: Path) -> Any:
     """Memory-map a shard.
 

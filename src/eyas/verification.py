@@ -34,6 +34,7 @@ from eyas.store import (
     read_shard_header,
     tensor_checksum,
     write_store_manifest,
+    zero_states,
 )
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def _scan_rows(path: Path, file: Any, header: ShardHeader, layer: int, sums: lis
         norms = torch.linalg.vector_norm(rows.float() if scale is not None else rows, dim=1, dtype=torch.float32)
         if scale is not None:
             norms = norms * scale[start : start + SCAN_ROWS]
-        bad = ~torch.isfinite(norms) | (norms == 0)
+        bad = ~torch.isfinite(norms) | zero_states(layer, norms)
         if bad.any():
             row = start + int(bad.nonzero()[0])
             at = int(np.searchsorted(header.offsets, row, side="right")) - 1
