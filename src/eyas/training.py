@@ -225,9 +225,9 @@ class _Run:
             "ranks": self.accelerator.num_processes,
         }
         if (folder / SETTINGS).exists():
-            lines = differing_fields(
-                json.loads((folder / SETTINGS).read_text()), json.loads(json.dumps(mine, default=str))
-            )
+            have = json.loads((folder / SETTINGS).read_text())
+            have.pop("threads", None)
+            lines = differing_fields(have, json.loads(json.dumps(mine, default=str)))
             if lines:
                 raise FolderConflictError(
                     f"{folder} holds another training run:\n  " + "\n  ".join(lines),
