@@ -17,6 +17,8 @@ _PUBLIC = {
     "extract": "eyas.extraction",
     "train": "eyas.training",
     "evaluate": "eyas.acceptance",
+    "export": "eyas.exporting",
+    "import_draft": "eyas.exporting",
     "rehearse": "eyas.rehearsal",
 }
 

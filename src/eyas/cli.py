@@ -67,6 +67,8 @@ def settings(
 app.command()(cli_data.prepare)
 app.command()(cli_runs.in_run(cli_train.train))
 app.command("eval")(cli_runs.in_run(cli_train.evaluate, "eval"))
+app.command()(cli_train.export)
+app.command("import")(cli_train.import_draft)
 app.command()(cli_runs.doctor)
 app.command()(cli_runs.report)
 app.command()(cli_runs.in_run(cli_data.regenerate))

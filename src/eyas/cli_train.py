@@ -81,6 +81,7 @@ def train(
 ) -> None:
     """Train an EAGLE-3 draft on a state store; the best one by simulated acceptance length is kept."""
     from eyas.extraction import stoppable
+    from eyas.runs import report_progress
     from eyas.train_console import TrainDisplay, show_train_report
     from eyas.training import train as run
 
@@ -95,6 +96,13 @@ def train(
         "norm_output": norm_output,
     }
     display = TrainDisplay()
+
+    def show(figures: dict[str, Any]) -> None:
+        display.update(figures)
+        if "loss" in figures:
+            total = figures["total_steps"] if seconds is None else None
+            report_progress(stage="train", unit="steps", samples=figures["step"], total=total, loss=figures["loss"][0])
+
     with stoppable() as stop:
         stop.in_bulk = True  # from here on an ordered stop writes a checkpoint
         try:
@@ -135,7 +143,7 @@ def train(
                 trackers=tuple(t for t in track or ["tensorboard"] if t != "none"),
                 allow_unverified=allow_unverified,
                 trust_remote_code=trust_remote_code,
-                progress=display.update,
+                progress=show,
                 stop=stop,
             )
         finally:
@@ -196,3 +204,35 @@ def evaluate(
     finally:
         display.close()
     show_acceptance(report)
+
+
+def export(
+    draft: Annotated[Path, typer.Option(help="A draft folder from `eyas train`.")],
+    output_dir: Annotated[Path, typer.Option(help="The folder for the engine.")],
+    format: Annotated[
+        Literal["vllm", "sglang", "speculators", "eyas"], typer.Option(help="Which engine loads it.")
+    ] = "vllm",
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    embedding: Annotated[bool, typer.Option("--embedding", help="Also write the target's embedding.")] = False,
+) -> None:
+    """Write a draft as vLLM, SGLang or speculators load it, with the serving command in its README."""
+    from eyas.console import out
+    from eyas.exporting import export as run
+
+    folder = run(draft, output_dir, format, dtype=dtype, embedding=embedding)
+    out.print((folder / "README.md").read_text() if (folder / "README.md").exists() else str(folder))
+
+
+def import_draft(
+    source: Annotated[Path, typer.Option(help="A vLLM, SGLang or speculators EAGLE-3 folder.")],
+    model_path: Annotated[str, typer.Option(help="The draft's target.")],
+    output_dir: Annotated[Path, typer.Option(help="The eyas draft folder to make.")],
+    layer_ids: Annotated[
+        list[int] | None, typer.Option(help="Layers that feed it, if its config does not say.")
+    ] = None,
+) -> None:
+    """Read an engine's draft folder into an eyas draft folder."""
+    from eyas.console import out
+    from eyas.exporting import import_draft as run
+
+    out.print(str(run(source, output_dir, model_path, layer_ids=layer_ids)))

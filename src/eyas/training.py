@@ -206,6 +206,8 @@ class _Run:
         scale = measured_scale(
             torch.cat([sample.hidden[i] for i in self.aux_ids], -1) for sample in (self.states[int(p)] for p in some)
         )
+        if config.norm_aux:  # the norms take the scale out themselves, and nothing could be folded through them
+            scale = torch.ones_like(scale)
         initialise(draft, parts, self.vocabulary, scale, seed=s.seed)
         if s.init_from:
             for line in init_from(draft, Path(s.init_from)):

@@ -1,0 +1,297 @@
+"""`eyas export` and `eyas import`: draft folders as engines load them, and back.
+
+    eyas export --draft DRAFT --format vllm --output-dir OUT
+
+One set of weights, three readers; what differs is `config.json`:
+
+| | layer ids | names |
+|---|---|---|
+| vllm | top-level `eagle_aux_hidden_state_layer_ids`, our numbering; without it vLLM falls back to its default, silently | `midlayer.*` |
+| sglang | nested `eagle_config.eagle_aux_hidden_state_layer_ids`, 0-based layer *outputs*: our id minus one; unknown names are skipped, silently | `midlayer.*` |
+| speculators | top-level, our numbering; sizes inside `transformer_layer_config` | `layers.0.*` |
+
+The vllm and sglang folders carry both keys, so either engine loads either. The measured scale of the auxiliary states is folded into `fc`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eyas.draft import Draft, DraftConfig
+from eyas.draft_files import draft_weights, load_draft, read_foreign_draft, save_draft
+from eyas.draft_setup import rope_of
+from eyas.errors import InputError
+from eyas.manifest import content_hash, refuse_foreign_folder, write_json
+
+Format = Literal["vllm", "sglang", "speculators", "eyas"]
+FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
+EXPORT_FILES = {"config.json", "model.safetensors", "README.md", "manifest.json", ".*.tmp"}
+
+
+def export(
+    draft: str | Path,
+    output_dir: str | Path,
+    format: Format = "vllm",
+    *,
+    dtype: str = "bfloat16",
+    embedding: bool = False,
+) -> Path:
+    """Write a draft as an engine loads it.
+
+    Args:
+        draft: an eyas draft folder. output_dir: new or an earlier export. format: vllm, sglang, speculators or eyas (a copy).
+        dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's).
+
+    Returns:
+        the folder.
+
+    Raises:
+        InputError: an unknown format or dtype; layer id 0 for SGLang, which cannot name it; the embedding asked for, but the target gone.
+        StoreError: not a draft folder. FolderConflictError: the output folder holds something else.
+    """
+    if format not in FORMATS:
+        raise InputError(f"unknown format {format!r}", f"--format is one of {', '.join(FORMATS)}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise InputError(f"unknown dtype {dtype!r}", "--dtype is bfloat16, float16 or float32")
+    folder = Path(output_dir)
+    refuse_foreign_folder(folder, EXPORT_FILES)
+    model, manifest = load_draft(draft)
+    if format == "eyas":
+        kept = {
+            k: manifest[k]
+            for k in ("target", "dataset_hash", "store", "vocabulary", "training", "acceptance")
+            if k in manifest
+        }
+        save_draft(folder, model.config, draft_weights(model), **kept)
+        return folder
+    if format == "sglang" and 0 in model.config.aux_layer_ids:
+        raise InputError(
+            f"the draft reads layers {list(model.config.aux_layer_ids)}, and SGLang has no number for 0 (the embeddings)",
+            "train with other --aux-layers for SGLang",
+        )
+    weights = engine_weights(
+        model, "layers." if format == "speculators" or model.config.num_layers > 1 else "midlayer."
+    )
+    if embedding:
+        weights["embed_tokens.weight"] = _embedding(manifest)
+    kind = getattr(torch, dtype)
+    weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
+    save_file(weights, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / "model.safetensors")
+    target = manifest.get("target", {})
+    build = speculators_config if format == "speculators" else engine_config
+    write_json(folder / "config.json", build(model.config, dtype, target))
+    (folder / "README.md").write_text(readme(format, folder, target, manifest), encoding="utf-8")
+    return folder
+
+
+def engine_weights(draft: Draft, layer_prefix: str) -> dict[str, Tensor]:
+    """Weights under the engines' names, fp32: the scale folded into `fc`, `aux_norms` called `fc_norm`."""
+    weights = draft_weights(draft)
+    scale = weights.pop("aux_scale")
+    if draft.config.norm_aux and not bool((scale == 1).all()):
+        raise InputError(
+            "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
+        )
+    weights["fc.weight"] = weights["fc.weight"] * scale
+    renamed = {}
+    for key, tensor in weights.items():
+        name = key.replace("aux_norms.", "fc_norm.")
+        if layer_prefix == "midlayer.":
+            name = name.replace("layers.0.", "midlayer.")
+        renamed[name] = tensor
+    return renamed
+
+
+def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
+    """The Llama part of a config, rope in the old form (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)."""
+    rope = dict(config.rope)
+    theta = float(rope.pop("rope_theta"))
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def engine_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` for vLLM and SGLang: the layer ids twice, in each one's numbering."""
+    ids = list(config.aux_layer_ids)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **llama_fields(config, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_aux_hidden_states": len(ids),
+        "eagle_aux_hidden_state_layer_ids": ids,  # vLLM: what enters layer k, our numbering
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],  # SGLang: what leaves layer k
+            "use_aux_hidden_state": True,
+        },
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "fc_norm": config.norm_aux,
+    }
+
+
+def speculators_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` for speculators (and for vLLM, which reads that format too)."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target.get("id"), "architectures": [target.get("architecture")]},
+        },
+        "transformer_layer_config": llama_fields(config, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": config.norm_aux,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def import_draft(
+    source: str | Path, output_dir: str | Path, model_path: str, *, layer_ids: list[int] | None = None
+) -> Path:
+    """Read a vLLM, SGLang or speculators EAGLE-3 folder into an eyas draft folder.
+
+    Args:
+        model_path: the draft's target. layer_ids: our ids, for folders that name none or only SGLang's.
+
+    Raises:
+        InputError: no EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
+    """
+    from eyas.embedded import resolve_model_path
+    from eyas.model_files import describe_model
+
+    info = describe_model(resolve_model_path(model_path), model_path)
+    weights, ids, raw = read_foreign_draft(Path(source))
+    llama = raw.get("transformer_layer_config") or raw
+    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids") or ([i + 1 for i in nested] if nested else None)
+    if not aux:
+        raise InputError(
+            f"{source}: config.json names no layers that feed the draft",
+            "give them with --layer-ids (eyas's numbering)",
+        )
+    config = DraftConfig(
+        hidden_size=llama["hidden_size"],
+        intermediate_size=llama["intermediate_size"],
+        num_attention_heads=llama["num_attention_heads"],
+        num_key_value_heads=llama.get("num_key_value_heads") or llama["num_attention_heads"],
+        head_dim=llama.get("head_dim") or llama["hidden_size"] // llama["num_attention_heads"],
+        vocab_size=llama["vocab_size"],
+        draft_vocab_size=len(ids),
+        aux_layer_ids=tuple(aux),
+        target_layers=info.num_layers,
+        num_layers=llama.get("num_hidden_layers", 1),
+        rms_norm_eps=llama.get("rms_norm_eps", 1e-6),
+        rope=rope_of(llama),
+        max_position_embeddings=llama.get("max_position_embeddings", 4096),
+        norm_aux=bool(raw.get("fc_norm", False)),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_output=bool(raw.get("norm_output", False)),
+    )
+    if config.vocab_size != info.vocab_size or config.hidden_size != info.hidden_size:
+        raise InputError(
+            f"{source} is a draft for vocabulary {config.vocab_size} and width {config.hidden_size}; {model_path} has "
+            f"{info.vocab_size} and {info.hidden_size}",
+            "give --model-path the draft's own target",
+        )
+    draft = Draft(config)
+    weights |= {"d2t": ids - torch.arange(len(ids)), "aux_scale": torch.ones(len(aux) * config.hidden_size)}
+    weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    missing, unknown = draft.load_state_dict(
+        {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, strict=False
+    )
+    missing = [key for key in missing if key != "embed_tokens.weight"]
+    if missing or unknown:
+        raise InputError(
+            f"{source}: weights missing {missing[:5]}, unknown {unknown[:5]}",
+            "this is no EAGLE-3 draft that eyas knows",
+        )
+    save_draft(
+        Path(output_dir),
+        config,
+        draft_weights(draft),
+        target=info.for_manifest(),
+        dataset_hash=None,
+        training={"imported_from": str(source), "config_hash": content_hash(json.dumps(raw, sort_keys=True).encode())},
+    )
+    return Path(output_dir)
+
+
+def _embedding(manifest: dict[str, Any]) -> Tensor:
+    from eyas.embedded import resolve_model_path
+    from eyas.model_files import describe_model
+    from eyas.teacher import load_target_parts
+
+    name = manifest.get("target", {}).get("id", "")
+    return load_target_parts(describe_model(resolve_model_path(name), name)).embedding.float()
+
+
+def readme(format: str, folder: Path, target: dict[str, Any], manifest: dict[str, Any]) -> str:
+    """How to serve the folder, and what is known of it."""
+    name = target.get("id", "TARGET")
+    simulated = (manifest.get("acceptance") or {}).get("simulated") or {}
+    settings = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    sglang = (
+        f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    )
+    command = sglang if format == "sglang" else f"vllm serve {name} --speculative-config '{settings}'"
+    lines = [
+        f"# EAGLE-3 draft for {name}",
+        "",
+        f"    {command}",
+        "",
+        f"- layers that feed it: {manifest['config']['aux_layer_ids']} (what enters layer k; top-level key), "
+        f"{[i - 1 for i in manifest['config']['aux_layer_ids']]} (what leaves layer k; in `eagle_config`)",
+        f"- draft vocabulary: {manifest['config']['draft_vocab_size']} of {manifest['config']['vocab_size']}",
+        f"- target: config hash {target.get('config_hash')}, weights hash {target.get('weights_hash')}",
+    ]
+    if simulated:
+        chain = manifest["acceptance"].get("chain")
+        lines.append(
+            f"- acceptance length, simulated on held-out samples, chain of {chain}, bonus included: {simulated['acceptance_length']}"
+        )
+    return "\n".join(lines) + "\n"

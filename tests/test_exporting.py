@@ -1,0 +1,103 @@
+"""Exported drafts: what each engine reads is there, in its own numbering, and the draft that comes back is the same function."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_training import options, work  # noqa: F401  the fixture that makes target, data and store
+
+from eyas.draft_files import load_draft
+from eyas.errors import FolderConflictError, InputError
+from eyas.exporting import export, import_draft
+from eyas.loader import read_batch
+from eyas.model_files import describe_model
+from eyas.store import open_states
+from eyas.teacher import load_target_parts
+from eyas.training import train
+
+LAYER = {
+    *(f"self_attn.{p}_proj.weight" for p in "qkvo"),
+    *(f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    *(f"{n}.weight" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
+}
+OTHERS = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+
+
+@pytest.fixture(scope="module")
+def draft(work):  # noqa: F811
+    train(**options(work, "to-export", steps=5, eval_every=5))
+    return work / "to-export"
+
+
+def rows(folder, work):  # noqa: F811
+    """The draft's output rows over two samples of the store."""
+    model, _ = load_draft(folder, load_target_parts(describe_model(work / "target")).embedding)
+    batch = read_batch(open_states(work / "store"), [0, 1], model.config.aux_layer_ids, 6, 3)
+    with torch.no_grad():
+        return [x @ model.lm_head.weight.T for x in model.chain(batch, 3)], model
+
+
+@pytest.mark.parametrize(
+    ("format", "prefix"), [("vllm", "midlayer."), ("sglang", "midlayer."), ("speculators", "layers.0.")]
+)
+def test_round_trip_through_each_format(work, draft, tmp_path, format, prefix):  # noqa: F811
+    out = export(draft, tmp_path / "out", format, dtype="float32")
+    weights, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+    assert set(weights) == OTHERS | {prefix + name for name in LAYER}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    if format != "speculators":
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
+    assert weights["d2t"].dtype == torch.int64
+    assert weights["t2d"].dtype == torch.bool
+    target_ids = weights["d2t"] + torch.arange(64)
+    assert weights["t2d"].nonzero().flatten().tolist() == target_ids.tolist()
+    back = import_draft(out, tmp_path / "back", str(work / "target"))
+    before, model = rows(draft, work)
+    after, again = rows(back, work)
+    assert again.config == model.config
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+    assert "vllm serve" in (out / "README.md").read_text() or format == "sglang"
+
+
+def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):  # noqa: F811
+    """fc on raw states, as engines apply it, against scale then fc."""
+    weights = load_file(export(draft, tmp_path / "out", dtype="float32") / "model.safetensors")
+    model, _ = load_draft(draft)
+    assert not torch.allclose(model.aux_scale, torch.ones_like(model.aux_scale))
+    sample = open_states(work / "store")[0]
+    aux = torch.cat([sample.hidden[i] for i in (1, 3, 5)], -1)
+    torch.testing.assert_close(aux @ weights["fc.weight"].T, model.combine_aux(aux).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
+    out = export(draft, tmp_path / "out")
+    assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    with pytest.raises(InputError, match="unknown format"):
+        export(draft, tmp_path / "out", "tgi")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(FolderConflictError, match=r"notes\.txt"):
+        export(draft, tmp_path / "other")
+    weights = load_file(out / "model.safetensors")
+    save_file(
+        {k: v for k, v in weights.items() if "up_proj" not in k} | {"surprise": torch.zeros(1)},
+        out / "model.safetensors",
+    )
+    with pytest.raises(InputError, match=r"missing \['layers\.0\.mlp\.up_proj\.weight'\], unknown \['surprise'\]"):
+        import_draft(out, tmp_path / "back", str(work / "target"))
+    config = json.loads((out / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="names no layers"):
+        import_draft(out, tmp_path / "back", str(work / "target"))
+
+
+def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):  # noqa: F811
+    weights = load_file(export(draft, tmp_path / "with", embedding=True) / "model.safetensors")
+    assert weights["embed_tokens.weight"].shape == (96, 32)
+    before, _ = rows(draft, work)
+    after, _ = rows(export(draft, tmp_path / "copy", "eyas"), work)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
