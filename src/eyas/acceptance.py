@@ -112,6 +112,7 @@ def evaluate(
     output: str | Path | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
+    diagnose: bool | None = None,
 ) -> dict[str, Any]:
     """Measure a draft's acceptance by real speculative decoding.
 
@@ -122,6 +123,7 @@ def evaluate(
         ngram_data: a state store or token dataset whose replies the n-gram baseline is counted on; default: the draft's own store.
         output: folder for `acceptance.json` and `acceptance.svg`.
         progress: called with (set, prompts done, prompts).
+        diagnose: hold the draft's store against the target; None: when the measured acceptance lies well below the simulated one.
 
     Returns:
         the report: settings, `sets` (per set) and `overall`, as in `acceptance.json`.
@@ -179,11 +181,39 @@ def evaluate(
         "sets": {r.name: r.summary(seed) for r in results},
         "overall": joined(results).summary(seed),
     }
+    report["diagnosis"] = explain(report, manifest, target, info, end_ids, diagnose)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_json(Path(output) / "acceptance.json", report)
         (Path(output) / "acceptance.svg").write_text(plot(report), encoding="utf-8")
     return report
+
+
+def explain(
+    report: dict[str, Any],
+    manifest: dict[str, Any],
+    target: Target,
+    info: ModelInfo,
+    end_ids: Sequence[int],
+    wanted: bool | None,
+) -> dict[str, Any]:
+    """The measured figure against the simulated one; where they disagree, the checks of the store that the draft was trained on."""
+    from eyas import diagnosis
+    from eyas.store import open_states
+
+    simulated = (report["simulated"] or {}).get("acceptance_length")
+    measured = report["overall"]["acceptance_length"]
+    if wanted is None:
+        wanted = simulated is not None and measured < diagnosis.SUSPICIOUS * simulated
+    findings: list[diagnosis.Finding] = []
+    store = (manifest.get("store") or {}).get("path")
+    if wanted and store and Path(store).exists():
+        everything = Target(target.model, range(info.num_layers + 1))
+        findings = diagnosis.diagnose(open_states(store), everything, load_target_parts(info), end_ids)
+    return {
+        "verdict": diagnosis.verdict(measured, simulated, findings),
+        "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings],
+    }
 
 
 def load_for(

@@ -175,6 +175,12 @@ def evaluate(
     ] = True,
     ngram_data: Annotated[Path | None, typer.Option(help="Store or dataset the n-gram baseline is counted on.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Where acceptance.json and acceptance.svg go.")] = None,
+    diagnose: Annotated[
+        bool | None,
+        typer.Option(
+            help="Hold the draft's store against the target. Default: when the two acceptance figures disagree."
+        ),
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:
     """Measure a draft: real speculative decoding, lossless or an error, beside guessers without a network."""
@@ -199,6 +205,7 @@ def evaluate(
             ngram_data=ngram_data,
             output=output_dir or draft,
             trust_remote_code=trust_remote_code,
+            diagnose=diagnose,
             progress=display.update,
         )
     finally:

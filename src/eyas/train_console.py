@@ -138,5 +138,9 @@ def show_acceptance(report: dict[str, Any]) -> None:
         out.print(equal + (f", {len(overall['ties'])} part at a tie:" if overall["ties"] else ""))
         for tie in overall["ties"][:5]:
             out.print(f"  {tie}")
-    if report.get("simulated"):
-        out.print(f"simulated from the store while training: {report['simulated']['acceptance_length']:.2f}")
+    diagnosis = report["diagnosis"]
+    out.print(diagnosis["verdict"])
+    for check in diagnosis["checks"]:
+        out.print(
+            f"  [{'green' if check['ok'] else 'bold red'}]{'OK' if check['ok'] else 'FAIL'}[/] {check['name']}: {check['text']}"
+        )
