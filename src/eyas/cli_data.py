@@ -93,27 +93,37 @@ def prepare(
     trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code that comes with the model.")] = False,
 ) -> None:
     """Chat data -> token dataset: the target's chat template, and a loss mask on what the assistant generates."""
+    from rich.console import Console
+
     from eyas.dataset_view import print_report
     from eyas.masks import MaskSettings
-    from eyas.preparation import PrepareSettings
+    from eyas.preparation import PrepareReport, PrepareSettings
     from eyas.preparation import prepare as run
 
     mask = MaskSettings(supervise, rewritten, reasoning, _json_option("--chat-template-kwargs", chat_template_kwargs))
     settings = PrepareSettings(max_seq_len, on_long, mask, duplicates, heldout, trust_masks)
-    report = run(
-        list(data),
-        model_path,
-        output_dir,
-        settings=settings,
-        columns=_pairs("--column", column or []),
-        data_config=data_config,
-        data_split=data_split,
-        chat_template=_text_of("--chat-template", chat_template),
-        trust_remote_code=trust_remote_code,
-        limit=limit,
-        workers=workers,
-        overwrite=overwrite,
-    )
+    console = Console(stderr=True, highlight=False)
+    with console.status("preparing") as status:
+
+        def show(so_far: PrepareReport) -> None:
+            rate = f"{so_far.tokens_per_second:,.0f} tokens/s"
+            status.update(f"{so_far.rows:,} rows, {so_far.dropped:,} dropped, {so_far.tokens:,} tokens, {rate}")
+
+        report = run(
+            list(data),
+            model_path,
+            output_dir,
+            progress=show,
+            settings=settings,
+            columns=_pairs("--column", column or []),
+            data_config=data_config,
+            data_split=data_split,
+            chat_template=_text_of("--chat-template", chat_template),
+            trust_remote_code=trust_remote_code,
+            limit=limit,
+            workers=workers,
+            overwrite=overwrite,
+        )
     print_report(report)
     if strict and report.dropped:
         raise typer.Exit(EXIT_INCOMPLETE)

