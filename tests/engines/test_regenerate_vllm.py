@@ -1,4 +1,4 @@
-"""`eyas regenerate` through a real vLLM: in the process, and over HTTP from `vllm serve`."""
+"""`eyas regenerate` through a real vLLM: in the process, and over HTTP from its server."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_real_server(data, tmp_path):
 
     port = free_port()
     command = [
-        str(Path(sys.executable).with_name("vllm")), "serve", str(embedded_model()), "--served-model-name", "target", "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(embedded_model()), "--served-model-name", "target", "--port", str(port),
         "--host", "127.0.0.1", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8",
     ]  # fmt: skip
     with open(tmp_path / "server.log", "wb") as log:
