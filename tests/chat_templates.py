@@ -217,3 +217,38 @@ def slow_byte_tokenizer(kind: str):
     )
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
     return tokenizer
+
+
+@lru_cache
+def slow_sentencepiece_tokenizer(kind: str):
+    """A tokenizer of the sentencepiece library itself: no offsets, a ▁ before every piece of text, line breaks made spaces."""
+    import io
+    import tempfile
+
+    import sentencepiece
+    from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
+
+    class SlowSentencePiece(SentencePieceBackend):
+        vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012 - the name is the base class's
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT * 5),
+        model_writer=model,
+        vocab_size=120,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    with tempfile.NamedTemporaryFile(suffix=".model") as file:
+        file.write(model.getvalue())
+        file.flush()
+        template, special, _, bos, eos = TEMPLATES[kind]
+        return SlowSentencePiece(
+            vocab_file=file.name,
+            bos_token=bos,
+            eos_token=eos,
+            unk_token="<unk>",
+            chat_template=template,
+            additional_special_tokens=special,
+        )

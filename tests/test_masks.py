@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from chat_templates import TEMPLATES, byte_level_tokenizer, metaspace_tokenizer, slow_byte_tokenizer
+from chat_templates import (
+    TEMPLATES,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    slow_byte_tokenizer,
+    slow_sentencepiece_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,11 +175,38 @@ def test_tool_calls_are_supervised_and_their_results_are_not(kind):
     assert texts(supervised(kind, *CALLED, tools=tools, chat_template_kwargs=THINKING_ON)) == CALLED_GOLDEN[kind]
 
 
+def test_tools_are_shown_to_the_model_and_not_supervised():
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"city": "text"}}}]
+    for kind in ("qwen3", "kimi-k2.5"):
+        tokenizer = tokenizer_of(kind)
+        template = ChatTemplate(tokenizer, MaskSettings(chat_template_kwargs=THINKING_ON))
+        for sample in template.samples(Conversation(CALLED, tools)):
+            first = sample.loss_mask.tolist().index(1)
+            assert '"parameters"' in tokenizer.decode(sample.token_ids[:first].tolist()), kind
+
+
 def test_tool_calls_of_the_mistral_kind():
     [[first, second]] = texts(supervised("mistral", *CALLED, reasoning="drop"))
     # A lone ▁ decodes to nothing, so the spaces of single tokens do not show.
     assert first.replace(" ", "") == '[TOOL_CALLS][{"name":"weather","arguments":{"city":"Paris"}}]</s>'
     assert second.replace(" ", "") == "ItisSunny.</s>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [("mistral", "</s>"), ("gemma3", "<end_of_turn>"), ("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>")],
+)
+def test_the_slow_sentencepiece_tokenizer(kind, end):
+    pytest.importorskip("sentencepiece")
+    tokenizer = slow_sentencepiece_tokenizer(kind)
+    messages = [user("Hello there"), assistant("Hello. It is."), user("Hello"), assistant("Hello.")]
+    [sample] = ChatTemplate(tokenizer).samples(Conversation(messages))
+    ids, mask = sample.token_ids.tolist(), sample.loss_mask.tolist()
+    pieces = [tokenizer.convert_ids_to_tokens(token) for token, flag in zip(ids, mask, strict=True) if flag]
+    assert pieces == ["▁Hello", ".", "▁I", "t", "▁is", ".", end, "▁Hello", ".", end]
+    assert (
+        ids == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+    )
 
 
 # ---------------------------------------------------------------- thinking on and off

@@ -177,6 +177,15 @@ def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
         prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=32))
 
 
+def test_tokens_of_another_model_are_refused(model, tmp_path):
+    data = rows(
+        tmp_path / "a.jsonl", {"input_ids": [1, 9_999], "loss_mask": [0, 1]}, {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    )
+    report = prepare(data, model, tmp_path / "out")
+    assert (report.kept, report.dropped) == (1, 1)
+    assert "token id 9999" in report.rejected[0]["reason"]
+
+
 def test_predicted_bytes():
     # Kimi-K2.5: four states of 7168 values in bf16 are 57,344 bytes a token.
     assert predicted_bytes(1, 7168) == 57_344 + 5

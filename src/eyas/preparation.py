@@ -188,7 +188,10 @@ class _RowMaker:
             if isinstance(item, TokenRow):
                 ids, mask = np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8)
                 made_tokens = [MaskedTokens(ids, mask, [])]
-                if not self.settings.trust_masks and self.settings.mask.supervise != "all":
+                known = len(self.template.tokenizer)
+                if int(ids.max()) >= known:
+                    reason = f"token id {int(ids.max())} is not one of this tokenizer's {known}: rows of another model?"
+                elif not self.settings.trust_masks and self.settings.mask.supervise != "all":
                     reason = self.template.given_mask_problem(ids, mask)
             results.append(self._result(place, item, reason, made_tokens))
         return results
