@@ -15,7 +15,8 @@ from rich.console import Console
 from eyas.dataset import open_dataset
 from eyas.dataset_view import inspect_dataset, is_dataset
 from eyas.errors import InputError
-from eyas.preparation import PrepareSettings, prepare
+from eyas.preparation import prepare
+from eyas.row_samples import PrepareSettings
 
 ODD = "<script>alert(1)</script> & <b>bold</b>\n\tdone"
 

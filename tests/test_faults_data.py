@@ -12,7 +12,8 @@ from eyas.conversations import Conversation
 from eyas.dataset import open_dataset
 from eyas.errors import InputError
 from eyas.masks import ChatTemplate, MaskError
-from eyas.preparation import PrepareSettings, prepare
+from eyas.preparation import prepare
+from eyas.row_samples import PrepareSettings
 
 CHAT = [
     {"role": "user", "content": "Hi there"},

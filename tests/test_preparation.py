@@ -12,7 +12,8 @@ from test_conversations import BAD
 
 from eyas.dataset import open_dataset
 from eyas.errors import FolderConflictError, InputError
-from eyas.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, PrepareSettings, packaged, predicted_bytes, prepare
+from eyas.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
+from eyas.row_samples import PrepareSettings
 
 
 @pytest.fixture(scope="module")

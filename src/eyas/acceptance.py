@@ -140,7 +140,7 @@ def evaluate(
         torch.set_num_threads(sensible_threads())
     model, manifest = load_for(draft, info, place, compute)
     target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
-    from eyas.preparation import load_tokenizer
+    from eyas.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_path, trust_remote_code)
     end_ids = end_tokens(target.model, tokenizer)

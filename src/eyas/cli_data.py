@@ -97,8 +97,9 @@ def prepare(
 
     from eyas.dataset_view import print_report
     from eyas.masks import MaskSettings
-    from eyas.preparation import PrepareReport, PrepareSettings
+    from eyas.preparation import PrepareReport
     from eyas.preparation import prepare as run
+    from eyas.row_samples import PrepareSettings
 
     mask = MaskSettings(supervise, rewritten, reasoning, _json_option("--chat-template-kwargs", chat_template_kwargs))
     settings = PrepareSettings(max_seq_len, on_long, mask, duplicates, heldout, trust_masks)

@@ -17,7 +17,9 @@ from eyas.dataset import KIND, Sample, TokenDataset, open_dataset
 from eyas.errors import InputError
 from eyas.manifest import MANIFEST
 from eyas.model_files import human_bytes
-from eyas.preparation import HELDOUT, REJECTED, PrepareReport, length_histogram, load_tokenizer, predicted_bytes, runs
+from eyas.preparation import HELDOUT, REJECTED, PrepareReport, length_histogram, predicted_bytes
+from eyas.row_samples import runs
+from eyas.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from eyas.regeneration import RegenerateReport

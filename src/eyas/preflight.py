@@ -78,7 +78,7 @@ def check_lengths(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> l
 def check_tokenizer(dataset: TokenDataset, info: ModelInfo, trust_remote_code: bool) -> Check:
     """The vocabulary that made the dataset against the target's own: the same ids must mean the same tokens."""
     from eyas.errors import InputError
-    from eyas.preparation import load_tokenizer, vocabulary_hash
+    from eyas.tokenizer import load_tokenizer, vocabulary_hash
 
     made_with = (dataset.manifest or {}).get("tokenizer")
     if made_with is None:

@@ -12,7 +12,6 @@ Trade-off: exact duplicates are found by a set of 16-byte sample ids, the one th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,23 +21,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from eyas.conversations import Conversation, DataSource, RawRow, RowError, TokenRow, check_columns, parse_row, read_rows
+from eyas.conversations import DataSource, RawRow, check_columns, read_rows
 from eyas.dataset import DatasetWriter, Sample
 from eyas.errors import EyasError, FolderConflictError, InputError
-from eyas.manifest import MANIFEST, content_hash, differing_fields, read_manifest, refuse_foreign_folder, write_json
-from eyas.masks import UNFINISHED, ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
+from eyas.row_samples import Piece, PrepareSettings, RowMaker, RowResult, is_heldout
+from eyas.tokenizer import describe_shape, describe_tokenizer
 
 log = logging.getLogger(__name__)
 
-OnLong = Literal["truncate", "drop", "split"]
-Duplicates = Literal["once", "keep"]
 #: The sets written for this project that ship inside the package.
 PACKAGED = ("conversations", "word_problems", "word_problems_heldout")
 REJECTED, REPORT, HELDOUT = "rejected.jsonl", "report.json", "heldout"
@@ -47,23 +45,6 @@ CHUNK_ROWS = 128
 #: Inputs of fewer chunks than this are prepared without worker processes.
 CHUNKS_ALONE = 16
 HISTOGRAM_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-
-
-@dataclass(frozen=True)
-class PrepareSettings:
-    """What decides the content of the dataset (and so stands in its manifest).
-
-    max_seq_len: longest sample in tokens. on_long: what becomes of longer ones. heldout: share of the conversations kept apart.
-    trust_masks: whether the masks of rows that are tokens already are taken without a look at their borders.
-    duplicates: `once` = equal samples are written once with their count, `keep` = as often as they come.
-    """
-
-    max_seq_len: int = 2048
-    on_long: OnLong = "truncate"
-    mask: MaskSettings = field(default_factory=MaskSettings)
-    duplicates: Duplicates = "once"
-    heldout: float = 0.0
-    trust_masks: bool = False
 
 
 @dataclass
@@ -111,125 +92,7 @@ def packaged(name: str) -> Path:
     return path
 
 
-def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model folder, hub id or `smollm2`. Raises InputError when there is none."""
-    from transformers import AutoTokenizer
-
-    from eyas.embedded import EMBEDDED_NAME, embedded_model
-
-    # Not `resolve_model_path`, which would download the weights of a hub model too.
-    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
-    try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(
-            f"no tokenizer could be loaded from {model_path}: {error}",
-            "give a model's folder or hub id; some tokenizers need --trust-remote-code",
-        ) from None
-
-
-# ---------------------------------------------------------------- one chunk of rows, in a worker process
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A sample of a row: ids, mask, and what a cut did to it."""
-
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    truncated: bool
-    cut: int
-    lost: int
-    unfinished: bool = False
-
-
-@dataclass(frozen=True)
-class _RowResult:
-    place: RawRow  # without its data
-    pieces: list[_Piece]
-    notes: list[str]
-    answers: int
-    key: bytes  # what the held-out split goes by
-    reason: str | None = None
-    lost: int = 0
-
-
-class _RowMaker:
-    """Rows -> samples, with one tokenizer and template; lives in each worker process."""
-
-    def __init__(
-        self,
-        model_path: str,
-        trust_remote_code: bool,
-        template: str | None,
-        settings: PrepareSettings,
-        columns: Mapping[str, str],
-    ):
-        self.settings, self.columns = settings, columns
-        self.template = ChatTemplate(load_tokenizer(model_path, trust_remote_code), settings.mask, template)
-
-    def __call__(self, rows: Sequence[RawRow]) -> list[_RowResult]:
-        parsed: list[tuple[RawRow, Conversation | TokenRow | None, str | None, int]] = []
-        texts = []
-        item: Conversation | TokenRow | None
-        for row in rows:
-            place = RawRow(row.file, row.line, None)
-            try:
-                item = parse_row(row, self.columns)
-                made = self.template.masked_texts(item) if isinstance(item, Conversation) else []
-                texts += made
-                parsed.append((place, item, None, len(made)))
-            except (RowError, MaskError) as error:
-                parsed.append((place, None, str(error), 0))
-        tokens = iter(self.template.tokens(texts))
-        results = []
-        for place, item, reason, count in parsed:
-            made_tokens: list[MaskedTokens | MaskError] = list(islice(tokens, count))
-            if isinstance(item, TokenRow):
-                ids, mask = np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8)
-                made_tokens = [MaskedTokens(ids, mask, [])]
-                known = len(self.template.tokenizer)
-                if int(ids.max()) >= known:
-                    reason = f"token id {int(ids.max())} is not one of this tokenizer's {known}: rows of another model?"
-                elif not self.settings.trust_masks and self.settings.mask.supervise != "all":
-                    reason = self.template.given_mask_problem(ids, mask)
-            results.append(self._result(place, item, reason, made_tokens))
-        return results
-
-    def _result(
-        self,
-        place: RawRow,
-        item: Conversation | TokenRow | None,
-        reason: str | None,
-        tokens: list[MaskedTokens | MaskError],
-    ) -> _RowResult:
-        failed = next((str(one) for one in tokens if isinstance(one, MaskError)), reason)
-        if failed or item is None:
-            return _RowResult(place, [], [], 0, b"", failed)
-        settings = self.settings
-        pieces: list[_Piece] = []
-        notes: list[str] = []
-        answers = lost = 0
-        why = "no assistant token"
-        for one in tokens:
-            assert isinstance(one, MaskedTokens)
-            notes += one.notes
-            answers += len(runs(one.loss_mask))
-            fitted = fit(one.token_ids, one.loss_mask, settings.max_seq_len, settings.on_long)
-            kept = [piece for piece in fitted if piece.loss_mask.any()]
-            if UNFINISHED in one.notes:
-                kept = [replace(piece, truncated=True, unfinished=True) for piece in kept]
-            if one.loss_mask.any() and not kept:
-                lost += len(runs(one.loss_mask))
-                why = (
-                    f"longer than --max-seq-len {settings.max_seq_len} ({len(one.token_ids)} tokens)"
-                    if settings.on_long == "drop"
-                    else f"no assistant token within --max-seq-len {settings.max_seq_len}"
-                )
-            pieces += kept
-        if not pieces:
-            return _RowResult(place, [], [], answers, b"", why, lost)
-        return _RowResult(place, pieces, notes, answers, split_key(item), None, lost)
+# ---------------------------------------------------------------- chunks of rows, in worker processes
 
 
 def length_histogram(lengths: np.ndarray) -> dict[str, int]:
@@ -243,69 +106,16 @@ def _named_bins(bins: np.ndarray) -> dict[str, int]:
     return {name: int(count) for name, count in zip(names, bins, strict=True) if count}
 
 
-def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of each run of ones in a mask [T]: one per answer."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def fit(token_ids: np.ndarray, loss_mask: np.ndarray, max_seq_len: int, on_long: OnLong) -> list[_Piece]:
-    """A sample [T] within the length limit: itself, cut, nothing, or windows of `max_seq_len`; every answer that lost tokens is counted.
-
-    `cut` = answers that go on beyond the piece's end, `lost` = answers that lie wholly beyond it (always 0 for windows: nothing is lost).
-    """
-    T = len(token_ids)
-    if max_seq_len >= T:
-        return [_Piece(token_ids, loss_mask, False, 0, 0)]
-    if on_long == "drop":
-        return []
-    answers = runs(loss_mask)
-    if on_long == "truncate":
-        cut = sum(start < max_seq_len < end for start, end in answers)
-        lost = sum(start >= max_seq_len for start, _ in answers)
-        return [_Piece(token_ids[:max_seq_len], loss_mask[:max_seq_len], True, cut, lost)]
-    pieces = []
-    for first in range(0, T, max_seq_len):
-        last = min(first + max_seq_len, T)
-        cut = sum(start < last < end for start, end in answers)
-        pieces.append(_Piece(token_ids[first:last], loss_mask[first:last], cut > 0, cut, 0))
-    return pieces
-
-
-def split_key(item: Conversation | TokenRow) -> bytes:
-    """What the held-out split goes by: a hash of the *prompt*, the turns before the first answer.
-
-    It depends on no tokenizer, template, length limit or order, and two answers to one question never lie on both sides.
-    """
-    if isinstance(item, TokenRow):
-        first = next((i for i, flag in enumerate(item.loss_mask) if flag), len(item.token_ids))
-        text = json.dumps(item.token_ids[:first])
-    else:
-        asked: list[list[str]] = []
-        for message in item.messages:
-            if message["role"] == "assistant" and asked:
-                break
-            if message["role"] != "system":
-                asked.append([message["role"], " ".join(message["content"].split())])
-        text = json.dumps(asked, ensure_ascii=False)
-    return hashlib.blake2b(b"eyas.split.1" + text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
-def is_heldout(key: bytes, share: float) -> bool:
-    """Whether a conversation with this split key is in the held-out part; a larger share contains a smaller one."""
-    return int.from_bytes(key, "little") < share * 2**64
-
-
-_maker: _RowMaker | None = None
+_maker: RowMaker | None = None
 
 
 def _start_worker(*arguments: Any) -> None:
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _maker = _RowMaker(*arguments)
+    _maker = RowMaker(*arguments)
 
 
-def _work(rows: list[RawRow]) -> list[_RowResult]:
+def _work(rows: list[RawRow]) -> list[RowResult]:
     assert _maker is not None
     return _maker(rows)
 
@@ -317,8 +127,8 @@ def _chunks(sources: Sequence[DataSource], limit: int | None) -> Iterator[list[R
 
 
 def _results(
-    chunks: Iterator[list[RawRow]], maker: _RowMaker, workers: int, arguments: tuple[Any, ...]
-) -> Iterator[list[_RowResult]]:
+    chunks: Iterator[list[RawRow]], maker: RowMaker, workers: int, arguments: tuple[Any, ...]
+) -> Iterator[list[RowResult]]:
     """Results in the order of the rows; worker processes are started only for inputs that repay it."""
     if workers == 1:
         for chunk in chunks:
@@ -332,7 +142,7 @@ def _results(
     import multiprocessing
 
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
-    waiting: deque[Future[list[_RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
+    waiting: deque[Future[list[RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
     try:
         for chunk in chunks:
             waiting.append(pool.submit(_work, chunk))
@@ -396,7 +206,7 @@ def prepare(
         for name in names
     ]
     arguments = (model_path, trust_remote_code, chat_template, settings, columns)
-    maker = _RowMaker(*arguments)
+    maker = RowMaker(*arguments)
     described: dict[str, Any] = {
         "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
         "tokenizer": describe_tokenizer(maker.template, model_path),
@@ -438,39 +248,6 @@ def prepare(
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
-    """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
-    tokenizer = template.tokenizer
-    return {
-        "model_path": model_path,
-        "class": type(tokenizer).__name__,
-        "vocab_size": len(tokenizer),
-        "vocab_hash": vocabulary_hash(tokenizer),
-        "template_hash": content_hash((template.source or "").encode()),
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
-    return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
-
-
-def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
-    """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
-    from transformers import AutoConfig
-
-    from eyas.embedded import EMBEDDED_NAME, embedded_model
-
-    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
-    try:
-        text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
-        return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}
-    except (OSError, ValueError, KeyError, AttributeError, ImportError):
-        return None
 
 
 def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_value: int = 2) -> int:
@@ -516,7 +293,7 @@ class _Sink:
         self.counts: Counter[str] = Counter()
         self.bins = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
 
-    def add(self, result: _RowResult) -> None:
+    def add(self, result: RowResult) -> None:
         report = self.report
         report.rows += 1
         report.answers += result.answers
@@ -550,7 +327,7 @@ class _Sink:
         if len(result.pieces) > 1 and self.settings.on_long == "split":
             report.windows += len(result.pieces)
 
-    def _write(self, sample: Sample, piece: _Piece, result: _RowResult, apart: bool) -> None:
+    def _write(self, sample: Sample, piece: Piece, result: RowResult, apart: bool) -> None:
         report = self.report
         writer = self.heldout if apart and self.heldout else self.writer
         writer.add(
@@ -567,7 +344,7 @@ class _Sink:
         report.longest = max(report.longest, len(sample))
         self.bins[int(np.searchsorted(HISTOGRAM_EDGES, len(sample)))] += 1
 
-    def _reject(self, result: _RowResult) -> None:
+    def _reject(self, result: RowResult) -> None:
         entry = {"file": result.place.file, "line": result.place.line, "reason": result.reason}
         self.rejected.write(json.dumps(entry, ensure_ascii=False) + "\n")
         self.report.dropped += 1

@@ -31,16 +31,9 @@ from eyas.errors import FolderConflictError, InputError
 from eyas.generators import Answer, Generator, Sampling
 from eyas.manifest import MANIFEST, differing_fields, refuse_foreign_folder, write_json
 from eyas.masks import ChatTemplate, MaskError, MaskSettings
-from eyas.preparation import (
-    PACKAGED,
-    REJECTED,
-    describe_shape,
-    describe_tokenizer,
-    is_heldout,
-    load_tokenizer,
-    packaged,
-    split_key,
-)
+from eyas.preparation import PACKAGED, REJECTED, packaged
+from eyas.row_samples import is_heldout, split_key
+from eyas.tokenizer import describe_shape, describe_tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
