@@ -51,7 +51,7 @@ MISTRAL = """{%- if messages[0]['role'] == 'system' %}{%- set system = messages[
 {{- bos_token }}{%- for m in rest %}
 {%- if loop.first and m['role'] != 'user' %}{{- raise_exception('conversation must start with the user') }}{%- endif %}
 {%- if m['role'] == 'user' %}{{- '[INST] ' }}{%- if system is defined and loop.index0 == ns.last %}{{- system + '\\n\\n' }}{%- endif %}{{- m['content'] + '[/INST]' }}
-{%- elif m['tool_calls'] %}{{- '[TOOL_CALLS] [' }}{%- for call in m['tool_calls'] %}{{- '{"name": "' + call['function']['name'] + '", "arguments": ' + (call['function']['arguments'] | tojson) + '}' }}{%- endfor %}{{- ']' + eos_token }}
+{%- elif m['tool_calls'] %}{{- '[TOOL_CALLS] [' }}{%- for call in m['tool_calls'] %}{%- if call['id'] | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}{{- '{"name": "' + call['function']['name'] + '", "arguments": ' + (call['function']['arguments'] | tojson) + '}' }}{%- endfor %}{{- ']' + eos_token }}
 {%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] | trim + eos_token }}
 {%- elif m['role'] == 'tool' %}{{- '[TOOL_RESULTS] ' + m['content'] + '[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""
 
@@ -67,7 +67,7 @@ DEEPSEEK_V3 = """{{ bos_token }}{%- set ns = namespace(tool=false) %}{%- for m i
 {%- elif m['role'] == 'tool' %}{%- set ns.tool = true %}{{- '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}
 {%- else %}{%- if not ns.tool %}{{- '<｜Assistant｜></think>' }}{%- endif %}{%- set ns.tool = false %}
 {%- set content = m['content'] or '' %}{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}{{- content }}
-{%- if m['tool_calls'] %}{{- '<｜tool▁calls▁begin｜>' }}{%- for call in m['tool_calls'] %}{{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' + (call['function']['arguments'] | tojson) + '<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
+{%- if m['tool_calls'] %}{{- '<｜tool▁calls▁begin｜>' }}{%- for call in m['tool_calls'] %}{{- '<｜tool▁call▁begin｜>' + call['function']['name'] + '<｜tool▁sep｜>' + call['function']['arguments'] + '<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
 {{- '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt and not ns.tool %}{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{%- endif %}"""
 
@@ -84,7 +84,7 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are a model.<|end|>' }}{%- if me
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
 
 # History shows an empty think block, the prompt opens a full one; only turns after the last plain answer keep their reasoning.
-KIMI_K25 = """{%- macro calls(m) %}{%- if m.get('tool_calls') %}<|tool_calls_section_begin|>{%- for call in m['tool_calls'] %}<|tool_call_begin|>functions.{{ call['function']['name'] }}:{{ loop.index0 }}<|tool_call_argument_begin|>{{ call['function']['arguments'] | tojson }}<|tool_call_end|>{%- endfor %}<|tool_calls_section_end|>{%- endif %}{%- endmacro %}
+KIMI_K25 = """{%- macro calls(m) %}{%- if m.get('tool_calls') %}<|tool_calls_section_begin|>{%- for call in m['tool_calls'] %}<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ call['function']['arguments'] | tojson }}<|tool_call_end|>{%- endfor %}<|tool_calls_section_end|>{%- endif %}{%- endmacro %}
 {%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m['role'] == 'assistant' and not m.get('tool_calls') %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif %}
 {%- for m in messages %}
@@ -95,6 +95,17 @@ KIMI_K25 = """{%- macro calls(m) %}{%- if m.get('tool_calls') %}<|tool_calls_sec
 {%- else %}<|im_system|>system<|im_middle|>{{ m['content'] }}<|im_end|>{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{%- if thinking is defined and thinking is false %}<think></think>{%- else %}<think>{%- endif %}{%- endif %}"""
+
+# The prompt does not open the think block that the target generates; the rendering shows it empty.
+KIMI_K2_THINKING = KIMI_K25.replace(
+    "{%- if thinking is defined and thinking is false %}<think></think>{%- else %}<think>{%- endif %}", ""
+)
+
+# No end of turn at all: the target stops by beginning the next turn. Thinking sits on a line of its own.
+GLM = """[gMASK]<sop>{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>\\n<think>' + (m.reasoning_content.strip() if loop.index0 > ns.last and m.reasoning_content else '') + '</think>\\n' + m.content.strip() }}
+{%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- if m.role == 'user' and enable_thinking is defined and not enable_thinking %}{{- '/nothink' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n<think></think>' }}{%- endif %}{%- endif %}"""
 
 #: kind -> (template, special tokens, other added tokens, bos, eos)
 TEMPLATES = {
@@ -149,7 +160,9 @@ TEMPLATES = {
         "[BOS]",
         "[EOS]",
     ),
+    "glm": (GLM, ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"], ["<think>", "</think>"], None, "<|endoftext|>"),
 }  # fmt: skip
+TEMPLATES["kimi-k2-thinking"] = (KIMI_K2_THINKING, *TEMPLATES["kimi-k2.5"][1:])
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog. Hello there, how are you today? I am fine, thank you. Hello! Hello.",

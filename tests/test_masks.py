@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from eyas.conversations import Conversation
 from eyas.masks import ChatTemplate, MaskedTokens, MaskError, MaskSettings
 
-FAMILY = {"mistral": metaspace_tokenizer, "gemma3": metaspace_tokenizer, "kimi-k2.5": slow_byte_tokenizer}
+FAMILY = {
+    "mistral": metaspace_tokenizer,
+    "gemma3": metaspace_tokenizer,
+    "kimi-k2.5": slow_byte_tokenizer,
+    "kimi-k2-thinking": slow_byte_tokenizer,
+}
 
 
 def tokenizer_of(kind: str):
@@ -61,7 +66,8 @@ def runs(tokenizer, sample: MaskedTokens) -> list[list[str]]:
 def supervised(kind, *messages, tools=None, **kwargs) -> list[list[list[str]]]:
     """For each sample of the conversation, its runs of supervised tokens."""
     tokenizer = tokenizer_of(kind)
-    template = ChatTemplate(tokenizer, MaskSettings(**kwargs))
+    stop = ["<|user|>", "<|endoftext|>"] if kind == "glm" else []
+    template = ChatTemplate(tokenizer, MaskSettings(**kwargs), stop_tokens=stop)
     return [runs(tokenizer, sample) for sample in template.samples(Conversation(list(messages), tools))]
 
 
@@ -91,6 +97,9 @@ PLAIN_GOLDEN = {
         [["<|channel|>", "f", "in", "a", "l", "<|message|>", " Hello", ".", " ", "<|return|>"]],
     ],
     "kimi-k2.5": [[["Hello", ".", "<|im_end|>"], [" ", "Hello", ".", " ", "<|im_end|>"]]],
+    "kimi-k2-thinking": [[["Hello", ".", "<|im_end|>"], [" ", "Hello", ".", " ", "<|im_end|>"]]],
+    # The next turn's first token is what ends the first answer; nothing ends the last one.
+    "glm": [[["Hel", "lo", ".", "<|user|>"], ["Hel", "lo", "."]]],
 }
 
 
@@ -116,6 +125,9 @@ REASONED_GOLDEN = {
     # These two templates show no reasoning of answered questions at all; the generation prompt opens the block.
     "deepseek-v3": [["I should</think>Hello.<｜end▁of▁sentence｜>"], ["the answer</think>Yes.<｜end▁of▁sentence｜>"]],
     "kimi-k2.5": [["I should</think>Hello.<|im_end|>"], ["the answer</think>Yes.<|im_end|>"]],
+    # Here the prompt opens no block: its tag is generated too.
+    "kimi-k2-thinking": [["<think>I should</think>Hello.<|im_end|>"], ["<think>the answer</think>Yes.<|im_end|>"]],
+    "glm": [["\n<think>I should</think>\nHello."], ["\n<think>the answer</think>\nYes."]],
     "gpt-oss": [
         ["<|channel|>analysis<|message|>I should<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>"],
         ["<|channel|>analysis<|message|>the answer<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"],

@@ -12,6 +12,8 @@ _PUBLIC = {
     "open_dataset": "eyas.dataset",
     "open_states": "eyas.store",
     "verify": "eyas.verification",
+    "MaskSettings": "eyas.masks",
+    "PrepareSettings": "eyas.row_samples",
     "prepare": "eyas.preparation",
     "regenerate": "eyas.regeneration",
     "extract": "eyas.extraction",

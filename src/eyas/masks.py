@@ -20,7 +20,10 @@ cannot be learnt from the full rendering: it becomes a sample of its own, with e
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,15 +31,16 @@ import numpy as np
 
 from eyas.conversations import Conversation
 from eyas.errors import InputError
-from eyas.placement import (
+from eyas.placement import MaskError, Place, agree, parts_of, place_texts
+from eyas.think_blocks import (
     CLOSE_TAG,
+    EMPTY_THINK,
+    OPEN_AT_END,
     OPEN_TAG,
     REASONING_NAMES,
-    MaskError,
-    Place,
-    agree,
-    parts_of,
-    place_texts,
+    THINK_ONLY,
+    THINK_TAIL,
+    restore_reasoning,
     without_reasoning,
 )
 from eyas.token_masks import MaskedText, MaskedTokens, mask_by_offsets, tokens_by_pieces
@@ -47,10 +51,6 @@ Reasoning = Literal["keep", "drop"]
 
 #: The note of a sample with an answer that the token limit cut off when it was generated.
 UNFINISHED = "answer unfinished when it was generated"
-_EMPTY_THINK = re.compile(rf"\s*(?:{OPEN_TAG})?\s*{CLOSE_TAG}")
-_THINK_TAIL = re.compile(rf"(?:{OPEN_TAG}\s*(?:{CLOSE_TAG}\s*)?|{CLOSE_TAG}\s*)$")
-_THINK_ONLY = re.compile(rf"(?:\s|{OPEN_TAG}|{CLOSE_TAG})*")
-_OPEN_AT_END = re.compile(rf"{OPEN_TAG}\s*$")
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,21 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer, fast or slow, with a chat template (or one given).
         chat_template: Jinja text that replaces the tokenizer's own.
+        stop_tokens: texts of the tokens that end generation (of the generation config), for templates without an end of turn,
+            where the next turn's first token is what the target generates to stop (GLM).
 
     Raises:
         InputError: no template, or the template cannot be rendered at all.
     """
 
-    def __init__(self, tokenizer: Any, settings: MaskSettings | None = None, chat_template: str | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: MaskSettings | None = None,
+        chat_template: str | None = None,
+        stop_tokens: Sequence[str] = (),
+    ):
+        self._stop_tokens = tuple(token for token in stop_tokens if token)
         self.tokenizer, self.settings = tokenizer, settings or MaskSettings()
         self.chat_template = chat_template
         self.source = chat_template or _template_text(tokenizer)
@@ -99,6 +108,30 @@ class ChatTemplate:
         self._generation_prompt: str | None = None
         names = [name for name in REASONING_NAMES if re.search(rf"""\.{name}\b|["']{name}["']""", self.source)]
         self._reasoning_names = names
+        # Two demands that templates make on tool calls: Mistral's ids have nine letters, DeepSeek's arguments are text.
+        self._short_ids = bool(re.search(r"length\s*!=\s*9", self.source))
+        self._text_arguments = self._wants_text_arguments()
+
+    def _wants_text_arguments(self) -> bool:
+        """Whether the template takes a call's arguments only as text: with an object it fails, with text it does not."""
+        if "arguments" not in (self.source or ""):
+            return False
+        function = {"name": "f", "arguments": {"a": 1}}
+        call = {"id": "a" * 9, "type": "function", "function": function}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        self._text_arguments = False
+        try:
+            self.render(messages)
+        except MaskError:
+            try:
+                self.render([messages[0], {**messages[1], "tool_calls": [_with_text_arguments(call)]}])
+            except MaskError:
+                return False
+            return True
+        return False
 
     # ------------------------------------------------------------ rendering
 
@@ -134,6 +167,12 @@ class ChatTemplate:
         result = []
         for message in messages:
             one = {key: value for key, value in message.items() if key != "finish_reason"}
+            if self._short_ids and message.get("tool_calls"):
+                one["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+            if self._short_ids and "tool_call_id" in one:
+                one["tool_call_id"] = _short_id(one["tool_call_id"])
+            if self._text_arguments and message.get("tool_calls"):
+                one["tool_calls"] = [_with_text_arguments(call) for call in one["tool_calls"]]
             if "reasoning_content" in one:
                 one |= dict.fromkeys(self._reasoning_names, one["reasoning_content"])
             result.append(one)
@@ -151,7 +190,7 @@ class ChatTemplate:
 
     def opens_thinking(self, prompt_ids: list[int]) -> bool:
         """Whether a prompt ends in an opened think block."""
-        return bool(_OPEN_AT_END.search(self._decode(prompt_ids[-16:])))
+        return bool(OPEN_AT_END.search(self._decode(prompt_ids[-16:])))
 
     def end_of_turn_ids(self) -> list[int]:
         """The tokens that end an answer: those that the template shows behind one, and eos."""
@@ -217,6 +256,10 @@ class ChatTemplate:
                 else:
                     notes = [*notes, "rewritten turn not supervised"]
                 continue
+            if "no end-of-turn token" in own.notes and (
+                stop := next((token for token in self._stop_tokens if full.startswith(token, found[1])), None)
+            ):
+                found = (found[0], found[1] + len(stop))
             agree(full, found, turn, places)
             spans.append(self._cut(found, messages[turn], full))
             kept.append(turn)
@@ -257,16 +300,22 @@ class ChatTemplate:
             place_texts(lambda marked: self.render(marked, tools), rendered, messages) if places is None else places
         )
         own = [place for place in places if place.part.turn == turn]
-        missing = [part for part in parts_of(messages) if part.turn == turn and part not in [p.part for p in own]]
+        shown = [place.part for place in own]
+        called = any(part.kind == "call" for part in shown)  # by name or by id
+        missing = [
+            part
+            for part in parts_of(messages)
+            if part.turn == turn and part not in shown and not (part.kind == "call" and called)
+        ]
         notes: list[str] = []
         if any(part.kind != "reasoning" for part in missing) or not own:
             raise MaskError(f"the template drops text of message {turn + 1}")
         prompt = self._prompt_before(messages, tools, rendered, own)
-        base = prompt[: tail.start()] if (tail := _THINK_TAIL.search(prompt)) else prompt
+        base = prompt[: tail.start()] if (tail := THINK_TAIL.search(prompt)) else prompt
         if not rendered.startswith(base):
             rendered, own = self._grafted(turn, base, prompt, rendered, own)
         if missing:
-            restored = _restore_reasoning(prompt, rendered, missing[0].value)
+            restored = restore_reasoning(prompt, rendered, missing[0].value)
             if restored is None:
                 raise MaskError(
                     f"the template leaves out the reasoning of message {turn + 1} even where it is the last; "
@@ -284,9 +333,9 @@ class ChatTemplate:
                 why = "its reasoning is shown although the generation prompt closes it; thinking is off (--reasoning drop leaves it out)"
                 raise MaskError(_not_continued(turn, prompt, rendered, why))
         if own and not any(place.part.kind == "reasoning" for place in own):
-            opened = _OPEN_AT_END.search(rendered, 0, start)
+            opened = OPEN_AT_END.search(rendered, 0, start)
             head = rendered[opened.start() if opened else start : first]
-            if empty := _EMPTY_THINK.match(head):
+            if empty := EMPTY_THINK.match(head):
                 after = len(head) - len(head[empty.end() :].lstrip())
                 start = max(start, (opened.start() if opened else start) + after)
                 notes.append("empty think block not supervised")
@@ -307,7 +356,7 @@ class ChatTemplate:
         """A turn whose rendering shows *earlier* turns otherwise than its prompt did (Kimi-K2.5 drops the reasoning behind a tool call
         once the call is answered): the turn's own part of the rendering, set behind the prompt that serving sent."""
         usual = self.generation_prompt()
-        header = usual[: tail.start()] if (tail := _THINK_TAIL.search(usual)) else usual
+        header = usual[: tail.start()] if (tail := THINK_TAIL.search(usual)) else usual
         at = rendered.rfind(header, 0, own[0].start) if header else -1
         if at < 0 or not base.endswith(header):
             raise MaskError(
@@ -436,7 +485,7 @@ class ChatTemplate:
         a generation prompt, or begins one or two tokens away from one, is shifted or covers other turns.
         """
         usual = self.generation_prompt()
-        header = self._encode(usual[: tail.start()] if (tail := _THINK_TAIL.search(usual)) else usual)
+        header = self._encode(usual[: tail.start()] if (tail := THINK_TAIL.search(usual)) else usual)
         if not header or len(header) > len(token_ids):
             return None
         windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
@@ -447,7 +496,7 @@ class ChatTemplate:
             if len(covered):
                 return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1})"
             late = start - int(ends[ends <= start].max(initial=-10))
-            if 0 < late <= 2 and not _THINK_ONLY.fullmatch(self._decode(token_ids[start - late : start].tolist())):
+            if 0 < late <= 2 and not THINK_ONLY.fullmatch(self._decode(token_ids[start - late : start].tolist())):
                 return (
                     f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted?"
                 )
@@ -471,6 +520,19 @@ def _template_text(tokenizer: Any) -> str | None:
     if isinstance(template, dict):
         return template.get("default") or next(iter(template.values()), None)
     return template
+
+
+def _short_id(name: str) -> str:
+    """Nine letters and digits for a call's id; one that has this form already stays."""
+    return (
+        name if re.fullmatch(r"[A-Za-z0-9]{9}", name) else hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:9]
+    )
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def _common_prefix(a: str, b: str) -> str:
@@ -505,21 +567,3 @@ def _moved(full: str, own: MaskedText, places: list[Place]) -> tuple[int, int] |
         return None
     begin = places[0].start - at
     return (begin, begin + len(generated)) if full.startswith(generated, begin) else None
-
-
-def _restore_reasoning(prompt: str, rendered: str, reasoning: str) -> str | None:
-    """The turn with the reasoning that its template leaves out even in the last turn, where the generation prompt opens a think
-    block for it (Kimi-K2.5, DeepSeek-R1): prompt + reasoning + closing tag + answer + end of turn. None when the prompt opens none."""
-    opened = _OPEN_AT_END.search(prompt)
-    if opened is None or not rendered.startswith(prompt[: opened.start()]):
-        return None
-    tag = opened.group().strip()
-    close = (
-        "◁/think▷" if "◁" in tag else tag.replace("[", "[/", 1) if tag.startswith("[") else tag.replace("<", "</", 1)
-    )
-    rest = rendered[len(prompt) if rendered.startswith(prompt) else opened.start() :]
-    if empty := _EMPTY_THINK.match(rest):  # the rendering closes it itself: `<think></think>answer`
-        rest = rest[empty.end() :]
-    line = "\n" if opened.group().endswith("\n") else ""
-    gap = "" if rest[:1].isspace() else line * 2
-    return prompt + reasoning.strip("\n") + line + close + gap + rest

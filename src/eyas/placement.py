@@ -12,12 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: `<think>`, `◁think▷`, `[THINK]`: a tag that opens a block of reasoning, and the same name closing it.
-OPEN_TAG = r"(?:<[\w:|]*think(?:ing)?[\w:|]*>|◁think▷|\[THINK\])"
-CLOSE_TAG = r"(?:</[\w:|]*think(?:ing)?[\w:|]*>|◁/think▷|\[/THINK\])"
-#: Other names for `reasoning_content` that templates read.
-REASONING_NAMES = ("thinking", "reasoning")
-_INLINE_THINK = re.compile(rf"(\s*{OPEN_TAG})(.*?)({CLOSE_TAG})(.*)", re.DOTALL)
+from eyas.think_blocks import INLINE_THINK, REASONING_NAMES
 
 
 class MaskError(Exception):
@@ -48,8 +43,9 @@ class Place:
     end: int
 
 
-def parts_of(messages: list[dict[str, Any]]) -> list[Part]:
-    """The assistant's texts in order. Thinking written into the content (`<think>...</think>answer`) is two parts."""
+def parts_of(messages: list[dict[str, Any]], call_key: str = "name") -> list[Part]:
+    """The assistant's texts in order. Thinking written into the content (`<think>...</think>answer`) is two parts; a tool call is
+    known by its name, or by its id for templates that show only that (Kimi)."""
     parts: list[Part] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -57,17 +53,18 @@ def parts_of(messages: list[dict[str, Any]]) -> list[Part]:
         if message.get("reasoning_content"):
             parts.append(Part(turn, "reasoning", message["reasoning_content"]))
         content = message.get("content") or ""
-        if inline := _INLINE_THINK.fullmatch(content):
+        if inline := INLINE_THINK.fullmatch(content):
             if inline[2].strip():
                 parts.append(Part(turn, "reasoning", inline[2]))
             content = inline[4]
         if content.strip():
             parts.append(Part(turn, "content", content))
-        parts += [Part(turn, "call", call["function"]["name"]) for call in message.get("tool_calls") or []]
+        for call in message.get("tool_calls") or []:
+            parts.append(Part(turn, "call", call["id"] if call_key == "id" else call["function"]["name"]))
     return parts
 
 
-def _with_marks(messages: list[dict[str, Any]], marks: list[str]) -> list[dict[str, Any]]:
+def _with_marks(messages: list[dict[str, Any]], marks: list[str], call_key: str) -> list[dict[str, Any]]:
     """The messages with the i-th part (in the order of `_parts`) replaced by the i-th mark."""
     queue = iter(marks)
     result = copy.deepcopy(messages)
@@ -79,7 +76,7 @@ def _with_marks(messages: list[dict[str, Any]], marks: list[str]) -> list[dict[s
             message |= {name: mark for name in ("reasoning_content", *REASONING_NAMES) if name in message}
         content = message.get("content") or ""
         head = ""
-        if inline := _INLINE_THINK.fullmatch(content):
+        if inline := INLINE_THINK.fullmatch(content):
             head = inline[1] + (next(queue) if inline[2].strip() else inline[2]) + inline[3]
             content = inline[4]
         if content.strip():
@@ -87,18 +84,7 @@ def _with_marks(messages: list[dict[str, Any]], marks: list[str]) -> list[dict[s
         if head or content:
             message["content"] = head + content
         for call in message.get("tool_calls") or []:
-            call["function"]["name"] = next(queue)
-    return result
-
-
-def without_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without any reasoning: neither as a field nor as a think block in the text."""
-    result = []
-    for message in messages:
-        one = {key: value for key, value in message.items() if key not in ("reasoning_content", *REASONING_NAMES)}
-        if message["role"] == "assistant" and (inline := _INLINE_THINK.fullmatch(message.get("content") or "")):
-            one["content"] = inline[4].lstrip()
-        result.append(one)
+            (call if call_key == "id" else call["function"])[call_key] = next(queue)
     return result
 
 
@@ -109,11 +95,13 @@ def place_texts(
 
     Raises MaskError when putting the texts back does not give `text`: the template changes them, or depends on them.
     """
-    parts = parts_of(messages)
     everything = repr(messages)
     nonce = next(n for n in (f"q{k}Zx" for k in range(10_000)) if n not in everything)
-    marks = {f"{nonce}{number:04d}Yv": part for number, part in enumerate(parts)}
-    marked = render(_with_marks(messages, list(marks)))
+    for call_key in ("name", "id"):
+        marks = {f"{nonce}{number:04d}Yv": part for number, part in enumerate(parts_of(messages, call_key))}
+        marked = render(_with_marks(messages, list(marks), call_key))
+        if all(mark in marked for mark, part in marks.items() if part.kind == "call"):
+            break
     pieces = re.split(f"({nonce}\\d{{4}}Yv)", marked)
     if not text.startswith(pieces[0]) or (len(pieces) == 1 and text != marked):
         raise MaskError(

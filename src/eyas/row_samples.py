@@ -13,7 +13,7 @@ import numpy as np
 
 from eyas.conversations import Conversation, RawRow, RowError, TokenRow, parse_row
 from eyas.masks import UNFINISHED, ChatTemplate, MaskedTokens, MaskError, MaskSettings
-from eyas.tokenizer import load_tokenizer
+from eyas.tokenizer import load_tokenizer, stop_tokens
 
 OnLong = Literal["truncate", "drop", "split"]
 Duplicates = Literal["once", "keep"]
@@ -71,7 +71,8 @@ class RowMaker:
         columns: Mapping[str, str],
     ):
         self.settings, self.columns = settings, columns
-        self.template = ChatTemplate(load_tokenizer(model_path, trust_remote_code), settings.mask, template)
+        tokenizer = load_tokenizer(model_path, trust_remote_code)
+        self.template = ChatTemplate(tokenizer, settings.mask, template, stop_tokens(model_path, tokenizer))
 
     def __call__(self, rows: Sequence[RawRow]) -> list[RowResult]:
         parsed: list[tuple[RawRow, Conversation | TokenRow | None, str | None, int]] = []

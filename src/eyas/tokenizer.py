@@ -28,6 +28,23 @@ def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
+def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
+    """Texts of the tokens at which the target's generation config stops; empty where it has none."""
+    from transformers import GenerationConfig
+
+    from eyas.embedded import EMBEDDED_NAME, embedded_model
+
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        ids = GenerationConfig.from_pretrained(place).eos_token_id
+    except (OSError, ValueError):
+        return []
+    known = len(tokenizer)
+    return [
+        str(tokenizer.decode([i])) for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i < known
+    ]
+
+
 def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
     """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
     tokenizer = template.tokenizer
