@@ -130,7 +130,8 @@ def decode(
             drafter.commit(states, answers, positions, kept)
         most = int(accepted.max()) + 1
         mask = torch.cat([mask[:, : -(k + 1)], kept[:, :most]], 1)
-        cache.crop(mask.shape[1])
+        if most < k + 1:  # places that no sequence accepted
+            cache.crop(most - (k + 1))
         last = answers.gather(1, accepted.unsqueeze(1))
         length = length + accepted + 1
     return traces, time.perf_counter() - began
