@@ -49,6 +49,8 @@ def test_report_is_lossless_and_adds_up(work, draft, tmp_path):  # noqa: F811
         plain=False,
     )
     assert together["overall"]["rounds"] == found["rounds"]
+    # Checked by reading the replies instead of decoding again.
+    assert (together["overall"]["replies_equal_to_plain"], together["overall"]["plain_tokens_per_second"]) == (6, None)
     assert len(open_dataset(work / "data")) > 6
 
 

@@ -29,7 +29,7 @@ from eyas.manifest import differing_fields, made_by, now, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.prompts import PromptSet, load_prompts
 from eyas.simulation import Acceptance
-from eyas.speculation import Target, Trace, decode
+from eyas.speculation import Target, Trace, choose, decode
 from eyas.teacher import load_target_parts
 from eyas.train_settings import compute_dtype
 
@@ -50,6 +50,8 @@ class SetResult:
     seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
+    beside_plain: int = 0  # tokens and seconds with the draft, of the prompts that were also decoded plainly
+    beside_plain_seconds: float = 0.0
     ties: list[str] = field(default_factory=list)
     compared: int = 0
 
@@ -67,7 +69,7 @@ class SetResult:
             "tokens": self.tokens,
             "tokens_per_second": round(rate, 2),
             "plain_tokens_per_second": round(plain, 2) if self.plain_seconds else None,
-            "speed_up": round(rate / plain, 3) if plain else None,
+            "speed_up": round(self.beside_plain / self.beside_plain_seconds / plain, 3) if plain else None,
             "replies_equal_to_plain": self.compared - len(self.ties) if self.compared else None,
             "ties": self.ties,
             "baselines": {name: round(sum_of(found).length, 4) for name, found in self.baselines.items()},
@@ -107,7 +109,7 @@ def evaluate(
     seed: int = 0,
     dtype: str = "float32",
     device: str = "auto",
-    plain: bool = True,
+    plain: int | None = None,
     ngram_data: str | Path | None = None,
     output: str | Path | None = None,
     trust_remote_code: bool = False,
@@ -119,7 +121,8 @@ def evaluate(
     Args:
         draft: an eyas draft folder. model_path: its target. prompts: see `prompts.load_prompts`.
         chain: guesses per verification step. limit: at most so many prompts per set. temperature: 0 is greedy.
-        dtype: float32 (exactly lossless), bfloat16 or auto. plain: also decode plainly, for speed and the lossless check.
+        dtype: float32 (exactly lossless), bfloat16 or auto. plain: how many prompts per set are also decoded plainly, for the speed and the
+            lossless check (None: all); the other greedy replies are checked by one forward pass over each.
         ngram_data: a state store or token dataset whose replies the n-gram baseline is counted on; default: the draft's own store.
         output: folder for `acceptance.json` and `acceptance.svg`.
         progress: called with (set, prompts done, prompts).
@@ -283,7 +286,7 @@ def measure(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     end_ids: Sequence[int] = (),
-    plain: bool = True,
+    plain: int | None = None,
     guessers: dict[str, Guesser] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SetResult:
@@ -297,21 +300,22 @@ def measure(
             "temperature": temperature,
             "generator": generator,
         }
-        traces, seconds = decode(target, draft, prompts, k=chain, **common)
-        result.seconds += seconds
+        traces, spent = decode(target, draft, prompts, k=chain, **common)
+        result.seconds += spent
         result.tokens += sum(sum(t.emitted) for t in traces)
-        if plain:
+        alone: list[Trace] = []
+        if plain is None or at < plain:
             alone, seconds = decode(target, None, prompts, k=0, **common)
             result.plain_seconds += seconds
             result.plain_tokens += sum(sum(t.emitted) for t in alone)
-            if temperature == 0:
-                for i, (ours, theirs) in enumerate(zip(traces, alone, strict=True)):
-                    tie = compare(
-                        ours, theirs, f"{prompt_set.name}, prompt {at + i + 1}", TIE.get(draft.compute_dtype, 0.0)
-                    )
-                    result.compared += 1
-                    if tie:
-                        result.ties.append(tie)
+            result.beside_plain += sum(sum(t.emitted) for t in traces)
+            result.beside_plain_seconds += spent
+        for i, trace in enumerate(traces if temperature == 0 else []):
+            other = alone[i] if alone else greedy_reading(target, prompts[i], trace)
+            tie = compare(trace, other, f"{prompt_set.name}, prompt {at + i + 1}", TIE.get(draft.compute_dtype, 0.0))
+            result.compared += 1
+            if tie:
+                result.ties.append(tie)
         for prompt, trace in zip(prompts, traces, strict=True):
             accepted = np.array(trace.accepted, dtype=np.int64)
             by_place = np.array([(accepted > place).sum() for place in range(chain)], np.int64)
@@ -321,6 +325,23 @@ def measure(
         if progress is not None:
             progress(prompt_set.name, min(at + batch_size, len(prompt_set.prompts)), len(prompt_set.prompts))
     return result
+
+
+@torch.no_grad()
+def greedy_reading(target: Target, prompt: Sequence[int], trace: Trace) -> Trace:
+    """The target's greedy choice after each token of prompt and reply, in one forward pass.
+
+    If every token of the reply is the choice after those before it, the reply *is* what plain greedy decoding gives, by induction; the
+    first that is not is where plain decoding would have left it.
+    """
+    from transformers import DynamicCache
+
+    ids = torch.tensor([[*prompt, *trace.tokens]], device=target.device)
+    positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
+    cache = DynamicCache(config=target.model.config.get_text_config())
+    logits, _ = target(ids, positions, torch.ones_like(ids), cache)
+    choices, gaps = choose(logits[:, len(prompt) - 1 : -1], 0.0, None)
+    return Trace(tokens=choices[0].tolist(), gaps=gaps[0].tolist())
 
 
 def compare(speculative: Trace, plain: Trace, where: str, tie: float) -> str | None:
@@ -354,6 +375,8 @@ def joined(results: Sequence[SetResult]) -> SetResult:
         total.seconds += one.seconds
         total.plain_tokens += one.plain_tokens
         total.plain_seconds += one.plain_seconds
+        total.beside_plain += one.beside_plain
+        total.beside_plain_seconds += one.beside_plain_seconds
         total.ties += one.ties
         total.compared += one.compared
     return total

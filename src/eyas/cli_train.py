@@ -171,8 +171,9 @@ def evaluate(
     ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     plain: Annotated[
-        bool, typer.Option("--plain/--no-plain", help="Also decode plainly: speed and the lossless check.")
-    ] = True,
+        int | None,
+        typer.Option(help="How many prompts per set to decode plainly too (speed, lossless check). Default: all."),
+    ] = None,
     ngram_data: Annotated[Path | None, typer.Option(help="Store or dataset the n-gram baseline is counted on.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Where acceptance.json and acceptance.svg go.")] = None,
     diagnose: Annotated[
