@@ -178,6 +178,17 @@ def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
         prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=32))
 
 
+def test_long_samples_close_row_groups_early(model, tmp_path, monkeypatch):
+    import eyas.dataset
+
+    monkeypatch.setattr(eyas.dataset, "TOKENS_PER_GROUP", 200)
+    data = rows(tmp_path / "a.jsonl", *(chat(f"Hi {k}", "word " * 10 * k) for k in range(1, 9)))
+    prepare(data, model, tmp_path / "out")
+    file = pq.ParquetFile(tmp_path / "out" / "data-00000.parquet")
+    assert file.num_row_groups > 2
+    assert [len(sample) for sample in open_dataset(tmp_path / "out")] == file.read()["n_tokens"].to_pylist()
+
+
 def test_tokens_of_another_model_are_refused(model, tmp_path):
     data = rows(
         tmp_path / "a.jsonl", {"input_ids": [1, 9_999], "loss_mask": [0, 1]}, {"input_ids": [1, 2], "loss_mask": [0, 1]}

@@ -172,6 +172,15 @@ def test_rows_that_cannot_be_answered_are_reported(model, tmp_path):
     assert "no question" in reasons[6]
 
 
+def test_questions_that_no_longer_fit_are_counted(model, tmp_path):
+    data = write(tmp_path / "a.jsonl", *(asked(q, "word " * 80) for q in QUESTIONS))
+    report = regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    assert all(len(line["turns"]) == 1 for line in lines)
+    whole = sum(line["turns"][0]["finish_reason"] == "stop" for line in lines)
+    assert report.stopped_early == whole > 0
+
+
 def test_sampling_is_reproducible_and_differs_from_greedy(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     drawn = Sampling(max_new_tokens=20, temperature=1.5, seed=3)

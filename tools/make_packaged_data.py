@@ -107,12 +107,19 @@ def code_chats(rng: random.Random) -> Iterator[dict[str, object]]:
         yield chat(
             [
                 (
-                    f"Python: {task.replace('s ', ' ', 1) if task.split()[0].endswith('s') else task}. Only code, please.",
+                    f"Python: {imperative(task)}. Only code, please.",
                     block,
                 )
             ],
             SYSTEMS[2],
         )
+
+
+def imperative(task: str) -> str:
+    """`retries a call` -> `retry a call`."""
+    verb, rest = task.split(" ", 1)
+    verb = verb[:-3] + "y" if verb.endswith("ies") else verb.removesuffix("s")
+    return f"{verb} {rest}".replace("but keeps", "but keep")
 
 
 def letter_chats(rng: random.Random) -> Iterator[dict[str, object]]:

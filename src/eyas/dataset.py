@@ -253,6 +253,8 @@ def _open_parquet(folder: Path) -> TokenDataset:
 
 #: Rows per Parquet row group: what one read brings into memory.
 ROWS_PER_GROUP = 512
+#: Long samples close a group earlier, so that memory stays bounded.
+TOKENS_PER_GROUP = 4_000_000
 
 
 class DatasetWriter:
@@ -266,6 +268,7 @@ class DatasetWriter:
         self.ids: list[str] = []
         self.tokens = self.supervised = 0
         self._pending: list[dict[str, Any]] = []
+        self._pending_tokens = 0
         self._writer: Any = None
 
     def add(self, sample: Sample, **extra: Any) -> None:
@@ -286,7 +289,8 @@ class DatasetWriter:
                 "finish_reason": extra.get("finish_reason"),
             }
         )
-        if len(self._pending) >= ROWS_PER_GROUP:
+        self._pending_tokens += len(sample)
+        if len(self._pending) >= ROWS_PER_GROUP or self._pending_tokens >= TOKENS_PER_GROUP:
             self._flush()
 
     def _flush(self) -> None:
@@ -314,7 +318,7 @@ class DatasetWriter:
             self.files.append({"name": name, "rows": 0})
         self._writer.write_table(pa.Table.from_pylist(self._pending, schema=schema))
         self.files[-1]["rows"] += len(self._pending)
-        self._pending = []
+        self._pending, self._pending_tokens = [], 0
         if self.files[-1]["rows"] >= self.rows_per_file:
             self._writer.close()
             self._writer = None

@@ -103,6 +103,11 @@ def print_regenerated(report: RegenerateReport, console: Console | None = None) 
         ("conversations", report.conversations, "answered by this run"),
         ("answers", report.answers, f"{report.generated_tokens:,} tokens, {rate:,.0f} tokens/s"),
         ("  cut by a limit", cut, "marked; they teach no end of turn" if cut else ""),
+        (
+            "ended early",
+            report.stopped_early,
+            "later questions no longer fit --max-seq-len" if report.stopped_early else "",
+        ),
         ("rows rejected", report.rejected, f"each with its reason in {REJECTED}" if report.rejected else ""),
         ("samples", report.samples, f"{report.heldout_samples:,} of them held out" if report.heldout_samples else ""),
         ("tokens", report.tokens, f"{report.supervised_tokens:,} supervised"),
@@ -200,6 +205,8 @@ def summarise(
             )
         )
     facts += [(name, f"{counts[key]:,}") for key, name in COUNT_NAMES.items() if key in counts]
+    if reasons := counts.get("finish_reasons"):
+        facts.append(("answers ended by", ", ".join(f"{name} {count:,}" for name, count in reasons.items())))
     if (folder / HELDOUT).is_dir():
         facts.append(("held out", f"{len(open_dataset(folder / HELDOUT)):,} samples in {HELDOUT}/"))
     if manifest.get("model"):

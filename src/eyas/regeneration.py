@@ -52,13 +52,15 @@ class RegenerateSettings:
 
 @dataclass
 class RegenerateReport:
-    """Counts of one run; `finish_reasons` counts answers. `resumed`: conversations that an earlier run had answered."""
+    """Counts of one run; `finish_reasons` counts answers. `resumed`: conversations that an earlier run had answered;
+    `stopped_early`: conversations whose later questions no longer fitted into the length limit."""
 
     rows: int = 0
     conversations: int = 0
     resumed: int = 0
     repeated: int = 0
     rejected: int = 0
+    stopped_early: int = 0
     answers: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     generated_tokens: int = 0
@@ -86,6 +88,7 @@ class Dialogue:
     turns: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
     prompt: list[int] | None = None
+    stopped_early: bool = False
 
     def advance(self, template: ChatTemplate, max_seq_len: int) -> bool:
         """Go on to the next turn that is to be generated and set `prompt`; False when there is none."""
@@ -107,7 +110,8 @@ class Dialogue:
                     self.problem = (
                         f"the prompt alone has {len(prompt)} tokens, more than --max-seq-len {max_seq_len} allows"
                     )
-                return False  # earlier turns are kept
+                self.stopped_early = True  # earlier turns are kept
+                return False
             self.prompt = prompt
             return True
         return False
@@ -250,6 +254,7 @@ def regenerate(
                     log_file.write(json.dumps(line, ensure_ascii=False) + "\n")
                     log_file.flush()
                     report.conversations += 1
+                    report.stopped_early += one.stopped_early
                 report.seconds = time.monotonic() - started
                 if progress:
                     progress(report)
