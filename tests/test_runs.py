@@ -17,7 +17,7 @@ from eyas import runs, stopping
 from eyas.background import without_flags
 from eyas.errors import FolderConflictError, InputError
 from eyas.loglines import Wanted, read_lines
-from eyas.processes import SHM, Mark, is_alive, mark_of, processes_of_run, this_process
+from eyas.processes import SHM, Mark, is_alive, keepers_of_run, mark_of, processes_of_run, this_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 
@@ -108,9 +108,10 @@ class Driven:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.communicate()
+            self.process.wait()
         for mark in self.marks():
             os.kill(mark.pid, signal.SIGKILL)
+        self.process.communicate()
         for path in self.segments():
             path.unlink()
 
@@ -168,27 +169,48 @@ def test_stop_turns_firm_when_the_driver_is_deaf_and_a_rank_is_stopped(drive):
     assert driven.view().state == "killed"
 
 
-def test_driver_killed_hard_is_lost_its_ranks_end_and_clean_removes_what_is_left_and_only_that(drive, tmp_path):
+def test_driver_killed_hard_is_lost_and_its_keeper_ends_the_ranks_and_removes_their_segments(drive):
     driven = drive()
     marks = driven.marks()
+    assert driven.view().state == "running"
+    driven.process.kill()
+    driven.process.wait()
+    assert driven.view().state == "lost"
+    assert "lost" in eyas("runs", "list")
+    wait_for(lambda: not any(is_alive(mark) for mark in marks), 30)
+    wait_for(lambda: not driven.segments(), 30)
+    wait_for(lambda: not keepers_of_run(driven.view().id), 30)
+    assert "nothing is left" in eyas("runs", "clean", "--yes")
+
+
+def kill_all(driven: Driven) -> None:
+    """What the OOM killer does at its worst: keeper, driver and one rank at once; the other rank is stopped, so it cannot leave."""
+    os.kill(driven.rank(1).pid, signal.SIGSTOP)
+    for mark in [*keepers_of_run(driven.view().id), driven.view().driver, driven.rank(0)]:
+        os.kill(mark.pid, signal.SIGKILL)
+    driven.process.wait()
+
+
+def test_clean_removes_what_is_left_after_showing_it_and_only_that(drive):
+    driven = drive()
+    stopped = driven.rank(1)
     foreign_segment = SHM / f"eyas-foreign-{os.getpid()}"
     foreign_segment.write_bytes(b"x" * 100)
     foreign = subprocess.Popen(["sleep", "300"])
     try:
-        assert driven.view().state == "running"
-        driven.process.kill()
-        driven.process.wait()
+        kill_all(driven)
         assert driven.view().state == "lost"
-        assert "lost" in eyas("runs", "list")
-        wait_for(lambda: not any(is_alive(mark) for mark in marks), 30)
-        assert len(driven.segments()) == 2
-        kinds = [item.kind for item in stopping.leftovers()]
-        assert kinds.count("segment") == 2
+        kinds = [(item.kind, item.mark) for item in stopping.leftovers()]
+        assert ("process", stopped) in kinds
+        assert "segment" in [kind for kind, _ in kinds]  # of the rank that is dead; the other is in use
         shown = eyas("runs", "clean", "--dry-run")
-        assert all(str(path) in shown for path in driven.segments())
+        assert f"pid {stopped.pid}" in shown
+        assert is_alive(stopped)
         assert len(driven.segments()) == 2
         assert "foreign" not in shown
+        assert str(foreign.pid) not in shown
         eyas("runs", "clean", "--yes")
+        assert not is_alive(stopped)
         assert driven.segments() == []
         assert foreign.poll() is None
         assert foreign_segment.exists()
@@ -201,17 +223,17 @@ def test_driver_killed_hard_is_lost_its_ranks_end_and_clean_removes_what_is_left
 
 def test_a_segment_that_a_stranger_made_under_a_recorded_name_is_not_ours(drive):
     driven = drive()
-    driven.process.kill()
-    driven.process.wait()
-    wait_for(lambda: not driven.marks(), 30)
-    path = driven.segments()[0]
+    kill_all(driven)
+    path = SHM / f"{driven.name}-0"
+    assert path in [item.path for item in stopping.leftovers()]
     path.unlink()
-    path.with_name("eyas-spacer").write_bytes(b"")  # takes the inode number that has just become free
+    spacer = SHM / f"eyas-spacer-{os.getpid()}"
+    spacer.write_bytes(b"")  # takes the inode number that has just become free
     try:
         path.write_bytes(b"someone else's")
         assert path not in [item.path for item in stopping.leftovers()]
     finally:
-        path.with_name("eyas-spacer").unlink()
+        spacer.unlink()
 
 
 def test_watchdog_reports_a_stopped_rank_with_every_stack_and_recovers(drive):

@@ -5,7 +5,8 @@
 It does what a process cannot do for itself once it is dead, stopped or stuck:
 - reads the stdout and stderr pipes of every process of the run, stamps the lines with time, role, rank and pid, appends them to files;
 - writes down every process (`processes.jsonl`) and every shared-memory segment that one of them made (`shm-HOST.json`);
-- ends what is left of a run when its driver is gone, also when that was SIGKILL and the rest hangs in native code;
+- ends what is left of a run when its driver is gone, also when that was SIGKILL and the rest hangs in native code; removes the
+  segments that nobody uses any more;
 - watches the progress and asks every process for its stacks when there is none (`watchdog.py`).
 
 It leaves when the driver and all processes of the run are gone and every pipe is read to its end. If it is killed itself, the
@@ -40,6 +41,7 @@ from eyas.processes import (
     end_processes,
     host_name,
     is_alive,
+    leftover_shm,
     processes_of_run,
     shm_names_of,
     state_letter,
@@ -243,6 +245,7 @@ class Keeper:
                 next_round = now + 0.5
                 self._round(now)
                 if self._may_leave(now):
+                    self._remove_segments()
                     return
 
     def _serve(self, key: selectors.SelectorKey) -> None:
@@ -387,6 +390,15 @@ class Keeper:
         for mark in alive:
             logger.error("pid %d cannot be ended (state %s)", mark.pid, state_letter(mark.pid))
         logger.info("ended %d processes", len(ended))
+
+    def _remove_segments(self) -> None:
+        """vLLM on the CPU leaves its segments after every run, also a good one."""
+        for path in leftover_shm(self.folder):
+            try:
+                path.unlink()
+                logger.info("removed shared-memory segment %s", path.name)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", path, error)
 
     def _may_leave(self, now: float) -> bool:
         if self.ending is not None and self.ending.is_alive():

@@ -183,7 +183,8 @@ def attach_process(role: str = "process", rank: int | None = None, *, force_stre
     if not folder or "EYAS_KEEPER_OF" in os.environ:
         return False
     if _state.get("pid") == os.getpid():
-        _rename(role, rank)
+        with _naming:
+            _rename(role, rank)
         return True
     _attach(Path(folder), role, rank, force_streams)
     return True
@@ -392,7 +393,7 @@ def _connect_again(dead: socket.socket | None) -> bool:
         return _state.get("connection") is not dead or _connect(start=True)
 
 
-_connecting = threading.Lock()
+_connecting, _naming = threading.Lock(), threading.Lock()
 
 
 def _stay_connected(pid: int) -> None:
@@ -426,15 +427,16 @@ _GUESSED = ("worker", "fork")
 def _learn_role() -> None:
     """A process that attached before it knew what it is: its name in multiprocessing, or PyTorch's data loader, tells later."""
     loader = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
-    if loader is not None:
-        _rename("loader", int(loader.id))
-        return
     process = getattr(sys.modules.get("multiprocessing.process"), "_current_process", None)
-    name = str(getattr(process, "name", ""))
-    if name.startswith("EngineCore"):
-        _rename("engine", None)
+    if loader is not None:
+        role, rank = "loader", int(loader.id)
+    elif str(getattr(process, "name", "")).startswith("EngineCore"):
+        role, rank = "engine", None
     else:
-        _rename("process", None)
+        role, rank = "process", None
+    with _naming:
+        if _state["role"] in _GUESSED:  # it may have said itself what it is just now
+            _rename(role, rank)
 
 
 def _driver_lives() -> bool:
@@ -509,8 +511,11 @@ def _after_fork() -> None:
     if not _state or _state.get("leaving"):
         return
     folder = _state["folder"]
-    global _connecting
-    _connecting = threading.Lock()  # the parent's may have been held by a thread that does not exist here
+    global _connecting, _naming
+    _connecting, _naming = (
+        threading.Lock(),
+        threading.Lock(),
+    )  # the parent's may have been held by a thread that does not exist here
     old = dict(_state)
     for reading, writing in old.get("pipes", {}).values():
         os.close(reading)

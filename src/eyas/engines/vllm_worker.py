@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from eyas.engines import vllm_dummy  # noqa: F401 - registers its load format with vLLM
 from eyas.engines.vllm_capture import Capture, Step
 from eyas.errors import ContractError, EyasError, InputError
+from eyas.logs import attach_process
 from eyas.shard_writer import ShardWriter
 from eyas.store import StoreSpec
 
@@ -71,6 +72,10 @@ class CaptureWorker(PlatformWorker):
     _capture_error: EyasError | None = None
     _fault_file: Path | None = None
     _hooked: list[list[torch.Tensor]] | None = None
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        attach_process("rank", self.rank)
 
     # -- loading
 
