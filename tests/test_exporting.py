@@ -101,3 +101,43 @@ def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):  # noqa: 
     before, _ = rows(draft, work)
     after, _ = rows(export(draft, tmp_path / "copy", "eyas"), work)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("format", ["vllm", "speculators"])
+def test_training_goes_on_from_an_engines_folder(work, draft, tmp_path, format):  # noqa: F811
+    """The folded scale comes out again: the draft starts with the acceptance it had."""
+    out = export(draft, tmp_path / "out", format, dtype="float32")
+    report = train(**options(work, f"from-{format}", steps=1, eval_every=1, learning_rate=1e-7, init_from=out))
+    original = train(**options(work, f"from-eyas-{format}", steps=1, eval_every=1, learning_rate=1e-7, init_from=draft))
+    assert report.before == original.before
+
+
+def test_command_line_from_store_to_engine_folder(work, tmp_path):  # noqa: F811
+    """train, eval and export as a user types them."""
+    import os
+    import subprocess
+    import sys
+
+    def eyas(*arguments):
+        environment = {**os.environ, "EYAS_STATE_DIR": str(tmp_path / "runs"), "COLUMNS": "200"}
+        done = subprocess.run(
+            [sys.executable, "-m", "eyas", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    target, store = work / "target", work / "store"
+    said = eyas(
+        "train", "--states", store, "--model-path", target, "--output-dir", tmp_path / "draft", "--aux-layers", 1, 3, 5,
+        "--draft-vocab-size", 64, "--ttt-steps", 2, "--steps", 4, "--eval-every", 2, "--batch-tokens", 200, "--held-out", 0.2,
+        "--mlp", 64, "--dtype", "float32", "--track", "none",
+    )  # fmt: skip
+    assert "draft vocabulary of 64 tokens covers" in said
+    assert "simulated acceptance length" in said
+    assert load_draft(tmp_path / "draft")[0].config.intermediate_size == 64
+    assert "vllm serve" in eyas("export", "--draft", tmp_path / "draft", "--output-dir", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()

@@ -1,6 +1,7 @@
 """`eyas demo`: the pipeline on the embedded model and the conversations that ship with eyas, minutes on a laptop CPU.
 
-    prepare -> extract -> verify
+    prepare -> extract -> verify                           varied conversations, as they are
+    regenerate -> extract -> verify -> train -> eval       a narrow domain that a draft learns in minutes
 
 Every stage is the public function that a user calls, on real files; what it leaves can be looked at with `eyas inspect`.
 """
@@ -13,12 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.console import BulkBar, parity_text, show_preflight
+from eyas.demo_draft import narrow_domain_draft
+from eyas.demo_draft import rows as draft_rows
 from eyas.embedded import EMBEDDED_NAME, resolve_model_path
 from eyas.errors import StoreError
 from eyas.extraction import extract
 from eyas.model_files import human_bytes
 from eyas.preparation import prepare
+from eyas.train_console import TrainDisplay
 from eyas.verification import verify
+
+#: How long the demo trains; longer gives more (`benchmarks/acceptance_cpu.py`).
+TRAIN_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,11 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
     """
     folder = Path(output_dir)
     begun = time.monotonic()
-    say("1/4  the embedded model (unpacked once, about 20 s)")
+    say("1/9  the embedded model (unpacked once, about 20 s)")
     model = resolve_model_path(EMBEDDED_NAME)
-    say("2/4  prepare: conversations -> tokens and loss masks")
+    say("2/9  prepare: conversations -> tokens and loss masks")
     prepared = prepare("conversations", EMBEDDED_NAME, folder / "dataset")
-    say("3/4  extract: hidden states of layers 2, 15, 27 and the target state")
+    say("3/9  extract: hidden states of layers 2, 15, 27 and the target state")
     bar = BulkBar()
     try:
         report = extract(
@@ -56,12 +63,24 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
         )
     finally:
         bar.close()
-    say("4/4  verify: every byte, then samples recomputed by an independent forward pass")
+    say("4/9  verify: every byte, then samples recomputed by an independent forward pass")
     checked = verify(folder / "states")
     if checked.problems:
         raise StoreError(
             f"the demo's store does not verify: {checked.problems[0]}", "please report it with this output"
         )
+    stage = iter(range(5, 10))
+    display = TrainDisplay()
+    try:
+        draft = narrow_domain_draft(
+            folder / "narrow",
+            lambda line: say(f"{next(stage)}/9  {line}"),
+            progress=display.update,
+            seconds=TRAIN_SECONDS,
+            eval_every=100,
+        )
+    finally:
+        display.close()
     rate = f"{report.new_tokens / report.seconds:,.0f} tok/s" if report.new_tokens else "all there from an earlier run"
     return DemoReport(
         (
@@ -76,6 +95,7 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
             ),
             ("parity", parity_text(report.parity)),
             ("verified", f"{checked.shards} shards, {checked.tokens} tokens; {checked.recompute_note}"),
+            *draft_rows(draft),
             ("time", f"{time.monotonic() - begun:.0f} s"),
             ("look at it", f"eyas inspect {folder / 'states'}    eyas inspect {folder / 'dataset'}"),
         )

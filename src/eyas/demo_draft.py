@@ -86,6 +86,7 @@ def narrow_domain_draft(
         output_dir=str(folder / "states"),
         dtype="bfloat16",
     )
+    say("verify: the states of the answers")
     checked = verify(folder / "states")
     if checked.problems:
         raise StoreError(

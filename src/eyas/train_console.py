@@ -26,8 +26,11 @@ class TrainDisplay:
 
     def update(self, figures: dict[str, Any]) -> None:
         """Take one report of the training loop."""
-        if "before" in figures:
-            out.print(f"untrained: {describe(figures['before'])}")
+        if "vocabulary" in figures:
+            size, coverage = figures["vocabulary"]["size"], figures["vocabulary"]["coverage"]
+            out.print(f"draft vocabulary of {size:,} tokens covers {100 * coverage:.2f} % of the supervised ones")
+            if figures["before"]:
+                out.print(f"untrained: {describe(figures['before'])}")
             return
         if "simulated" in figures:
             self._length = f"{figures['simulated']['acceptance_length']:.2f}"

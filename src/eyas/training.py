@@ -267,7 +267,9 @@ class _Run:
         self.total_steps = self._total_steps(parts)
         if self.step == 0 and len(self.held_out):
             self.before = self._evaluate().summary()
-            self.progress({"step": 0, "before": self.before})
+        if self.accelerator.is_main_process:
+            vocabulary = {"size": len(self.vocabulary.ids), "coverage": self.vocabulary.coverage}
+            self.progress({"step": self.step, "before": self.before, "vocabulary": vocabulary})
         reader = Reader(
             self.states,
             self._schedule(self.step),
