@@ -8,13 +8,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import byte_level_tokenizer, slow_byte_tokenizer
+from chat_templates import byte_level_tokenizer, metaspace_tokenizer, slow_byte_tokenizer
 
 from eyas.dataset import open_dataset
 from eyas.errors import EngineError, FolderConflictError, InputError
 from eyas.generators import Answer, EndpointGenerator, Sampling, TransformersGenerator, ended
 from eyas.masks import ChatTemplate, MaskSettings
 from eyas.regeneration import RegenerateSettings, message_of, regenerate, samples_of
+from eyas.tokenizer import bytes_of, token_lookup
 
 QUESTIONS = ["Hi there", "What is 12 + 30?", "And now?", "Hello", "How are you?", "Is it sunny?"]
 
@@ -250,8 +251,9 @@ def test_end_of_turn_ids_hold_the_templates_own():
 class Server:
     """A small HTTP server with /v1/models and /v1/completions, answering with a real (tiny) model; can be told to misbehave."""
 
-    def __init__(self, generator: TransformersGenerator, misbehave=()):
+    def __init__(self, generator: TransformersGenerator, misbehave=(), style=None):
         self.requests: list[dict] = []
+        self.style, self.tokenizer, self.stop = style, byte_level_tokenizer("chatml"), generator.stop_ids
         faults, lock = list(misbehave), threading.Lock()
         outer = self
 
@@ -268,8 +270,10 @@ class Server:
                 if isinstance(fault, int):
                     return self.reply(fault, {"error": "as told"})
                 choice = {"finish_reason": answer.finish_reason, "text": "", "token_ids": answer.token_ids}
-                if fault == "no ids":
+                if fault == "no ids" or outer.style:
                     del choice["token_ids"]
+                if outer.style and body.get("logprobs"):
+                    choice["logprobs"] = outer.as_logprobs(answer)
                 return self.reply(200, {"choices": [choice]})
 
             def reply(self, code, body):
@@ -285,6 +289,15 @@ class Server:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
+    def as_logprobs(self, answer):
+        """The answer as other servers show it: token by token, without the token at which they stopped."""
+        shown = [token for token in answer.token_ids if token not in self.stop]
+        if self.style == "token ids as text":
+            return {"tokens": [f"token_id:{token}" for token in shown]}
+        if self.style == "ids":
+            return {"content": [{"token": "", "id": token} for token in shown]}
+        return {"content": [{"token": "?", "bytes": list(bytes_of(self.tokenizer, token))} for token in shown]}
+
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
@@ -296,8 +309,31 @@ class Server:
 
 def by_endpoint(url):
     return lambda template: EndpointGenerator(
-        url, None, SETTINGS.sampling, template.end_of_turn_ids(), concurrency=3, attempts=3
-    )
+        url, None, SETTINGS.sampling, template.end_of_turn_ids(), token_of_bytes=token_lookup(template.tokenizer),
+        end_id=template.end_of_turn_id(), concurrency=3, attempts=3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["token ids as text", "ids", "bytes"])
+def test_an_endpoint_that_names_tokens_in_its_log_probabilities(model, tmp_path, style):
+    data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
+    regenerate(data, model, tmp_path / "direct", by_transformers(model), settings=SETTINGS)
+    stop = ChatTemplate(byte_level_tokenizer("chatml")).end_of_turn_ids()
+    with Server(TransformersGenerator(model, SETTINGS.sampling, stop, dtype="float32"), style=style) as server:
+        report = regenerate(data, model, tmp_path / "served", by_endpoint(server.url), settings=SETTINGS)
+    assert report.rejected == 0
+    assert sorted(open_dataset(tmp_path / "served").ids) == sorted(open_dataset(tmp_path / "direct").ids)
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, slow_byte_tokenizer, metaspace_tokenizer])
+def test_every_token_is_found_by_its_bytes_or_not_at_all(make):
+    kind = {slow_byte_tokenizer: "kimi-k2.5", metaspace_tokenizer: "mistral"}.get(make, "qwen3")
+    tokenizer = make(kind)
+    look_up = token_lookup(tokenizer)
+    found = [look_up(bytes_of(tokenizer, i) or b"?!?") for i in range(len(tokenizer))]
+    assert sum(token is not None for token in found) > 0.4 * len(tokenizer)
+    assert all(token in (i, None) for i, token in enumerate(found))
+    assert look_up(b"no such token") is None
 
 
 def test_an_endpoint_gives_the_same_dataset(model, tmp_path):
@@ -322,7 +358,10 @@ def test_an_endpoint_that_refuses_one_prompt_or_gives_no_ids(model, tmp_path):
         report = regenerate(data, model, tmp_path / "a", by_endpoint(server.url), settings=SETTINGS)
         assert (report.conversations, report.rejected) == (2, 1)
         assert "400" in (tmp_path / "a" / "rejected.jsonl").read_text()
-    with Server(generator, misbehave=["no ids"] * 3) as server, pytest.raises(EngineError, match="without token ids"):
+    with (
+        Server(generator, misbehave=["no ids"] * 9) as server,
+        pytest.raises(EngineError, match="neither token ids nor log"),
+    ):
         regenerate(data, model, tmp_path / "b", by_endpoint(server.url), settings=SETTINGS)
     with Server(generator, misbehave=[404] * 3) as server, pytest.raises(EngineError, match="404"):
         regenerate(data, model, tmp_path / "c", by_endpoint(server.url), settings=SETTINGS)

@@ -178,13 +178,23 @@ def regenerate(
     from eyas.regeneration import RegenerateReport, RegenerateSettings
     from eyas.regeneration import regenerate as run
     from eyas.runs import report_progress
+    from eyas.tokenizer import token_lookup
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
 
     def generator(template: ChatTemplate) -> Generator:
         stop = template.end_of_turn_ids()
         if endpoint:
-            return EndpointGenerator(endpoint, endpoint_model, sampling, stop, concurrency=batch_size, api_key=api_key)
+            return EndpointGenerator(
+                endpoint,
+                endpoint_model,
+                sampling,
+                stop,
+                token_of_bytes=token_lookup(template.tokenizer),
+                end_id=template.end_of_turn_id(),
+                concurrency=batch_size,
+                api_key=api_key,
+            )
         if engine == "vllm":
             return VllmGenerator(
                 model_path,

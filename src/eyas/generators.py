@@ -219,6 +219,33 @@ class VllmGenerator:
             core.shutdown()
 
 
+def returned_ids(choice: dict[str, Any], token_of_bytes: Callable[[bytes], int | None]) -> list[int] | None:
+    """The token ids in one choice of a completion, in whatever form the server gives them; None where any token is not certain."""
+    if isinstance(choice.get("token_ids"), list):
+        return [int(token) for token in choice["token_ids"]]
+    given = choice.get("logprobs")
+    if not isinstance(given, dict):
+        return None
+    entries = given.get("content")
+    if not isinstance(entries, list):
+        if not isinstance(given.get("tokens"), list):
+            return None
+        entries = [{"token": token} for token in given["tokens"]]
+    ids: list[int | None] = []
+    for entry in entries:
+        text = entry.get("token", "")
+        if isinstance(entry.get("id"), int):
+            ids.append(entry["id"])
+        elif text.startswith("token_id:"):
+            ids.append(int(text.removeprefix("token_id:")))
+        elif isinstance(entry.get("bytes"), list):
+            ids.append(token_of_bytes(bytes(entry["bytes"])))
+        else:
+            ids.append(None if "\ufffd" in text else token_of_bytes(text.encode()))
+    known = [token for token in ids if token is not None]
+    return known if len(known) == len(ids) else None
+
+
 class RefusedRequestError(EngineError):
     """A server refused one request for what it holds."""
 
@@ -226,7 +253,8 @@ class RefusedRequestError(EngineError):
 class EndpointGenerator:
     """A server's `/v1/completions`, with prompts as token ids; several requests at once.
 
-    The server must return token ids: vLLM does when asked with `return_token_ids`.
+    The answer's tokens come back as ids (vLLM: `return_token_ids`), or, from servers without that, token by token with the log
+    probabilities; each is then looked up by its bytes, which is no tokenising. `end_id` ends an answer that such a server stopped.
     """
 
     def __init__(
@@ -236,6 +264,8 @@ class EndpointGenerator:
         sampling: Sampling,
         stop_ids: Sequence[int],
         *,
+        token_of_bytes: Callable[[bytes], int | None] = lambda piece: None,
+        end_id: int | None = None,
         concurrency: int = 16,
         api_key: str | None = None,
         timeout: float = 600.0,
@@ -247,6 +277,8 @@ class EndpointGenerator:
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
+        self.token_of_bytes, self.end_id = token_of_bytes, end_id
+        self._ask_logprobs = False
         self.model = model or self._only_model()
         self._pool = ThreadPoolExecutor(concurrency)
 
@@ -306,21 +338,29 @@ class EndpointGenerator:
         }
         if s.temperature > 0:
             body["seed"] = s.seed + salt
-        try:
-            reply = self._request("POST", "/v1/completions", body)
-        except RefusedRequestError as error:  # this prompt does not suit the server, others may
-            return Answer([], f"error: {error.what}")
-        try:
-            choice = reply["choices"][0]
-            ids, reason = choice.get("token_ids"), choice["finish_reason"]
-        except (KeyError, IndexError, TypeError):
-            return Answer([], f"error: unexpected reply {json.dumps(reply)[:200]}")
-        if ids is None:
-            raise EngineError(
-                f"{self.url} returned text without token ids, and tokenising text again may give other tokens than were generated",
-                "use a server that honours return_token_ids (vLLM >= 0.10.2), or --engine vllm",
-            )
-        return Answer([int(token) for token in ids], str(reason))
+        for ask_logprobs in (False, True) if not self._ask_logprobs else (True,):
+            if ask_logprobs:
+                body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+            try:
+                reply = self._request("POST", "/v1/completions", body)
+            except RefusedRequestError as error:  # this prompt does not suit the server, others may
+                return Answer([], f"error: {error.what}")
+            try:
+                choice = reply["choices"][0]
+                reason = str(choice["finish_reason"])
+            except (KeyError, IndexError, TypeError):
+                return Answer([], f"error: unexpected reply {json.dumps(reply)[:200]}")
+            ids = returned_ids(choice, self.token_of_bytes)
+            if ids is not None:
+                self._ask_logprobs = ask_logprobs
+                if reason == "stop" and self.end_id is not None and (not ids or ids[-1] not in self.stop_ids):
+                    ids = [*ids, self.end_id]  # the server keeps the token to itself at which it stopped
+                return Answer(ids, reason)
+        raise EngineError(
+            f"{self.url} returns neither token ids nor log probabilities that name each token, "
+            "and tokenising its text again may give other tokens than were generated",
+            "use a server that honours return_token_ids or logprobs, or --engine vllm",
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -192,19 +192,20 @@ class ChatTemplate:
         """Whether a prompt ends in an opened think block."""
         return bool(OPEN_AT_END.search(self._decode(prompt_ids[-16:])))
 
-    def end_of_turn_ids(self) -> list[int]:
-        """The tokens that end an answer: those that the template shows behind one, and eos."""
-        ids = {self.tokenizer.eos_token_id} - {None}
+    def end_of_turn_id(self) -> int | None:
+        """The token that the template shows behind an answer; None where it shows none."""
         try:
             [shown] = self.samples(
                 Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
             )
-            last = int(shown.token_ids[np.flatnonzero(shown.loss_mask)[-1]])
-            if self._special.fullmatch(self._decode([last])):
-                ids.add(last)
         except MaskError:
-            pass
-        return sorted(ids)
+            return None
+        last = int(shown.token_ids[np.flatnonzero(shown.loss_mask)[-1]])
+        return last if self._special.fullmatch(self._decode([last])) else None
+
+    def end_of_turn_ids(self) -> list[int]:
+        """The tokens that end an answer: the template's, and eos."""
+        return sorted({self.tokenizer.eos_token_id, self.end_of_turn_id()} - {None})
 
     # ------------------------------------------------------------ spans
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,49 @@ def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
     return [
         str(tokenizer.decode([i])) for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i < known
     ]
+
+
+def token_lookup(tokenizer: Any) -> Callable[[bytes], int | None]:
+    """bytes -> the one token that stands for exactly these bytes, None where there is none or more than one.
+
+    The table is built at the first look-up (a second for 150,000 tokens).
+    """
+    table: dict[bytes, int | None] = {}
+
+    def look_up(piece: bytes) -> int | None:
+        if not table:
+            for index in range(len(tokenizer)):
+                own = bytes_of(tokenizer, index)
+                if own is not None:
+                    table[own] = None if own in table else index
+        return table.get(piece)
+
+    return look_up
+
+
+def bytes_of(tokenizer: Any, index: int) -> bytes | None:
+    """The bytes that a token stands for; None where they cannot be told from outside."""
+    text = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    name = tokenizer.convert_ids_to_tokens(index)
+    if isinstance(name, str) and name.startswith("▁"):  # decoding a lone token drops its space
+        return name.replace("▁", " ").encode()
+    if "\ufffd" not in text:
+        return text.encode()
+    if isinstance(name, str) and all(letter in _BYTE_OF for letter in name):
+        return bytes(_BYTE_OF[letter] for letter in name)
+    if isinstance(name, str) and len(name) == 6 and name.startswith("<0x"):
+        return bytes([int(name[3:5], 16)])
+    return None
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level BPE writes bytes: printable ones as themselves, the others from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_letters()
 
 
 def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
