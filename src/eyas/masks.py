@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -461,10 +462,11 @@ class ChatTemplate:
             )
         for number, one in enumerate(masked):
             if encoded is not None:
-                offsets = np.asarray(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
+                pairs = encoded["offset_mapping"][number]
+                offsets = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2)
                 mask, clean = mask_by_offsets(offsets, one.spans, self._special, one.text)
                 if clean:
-                    ids = np.asarray(encoded["input_ids"][number], dtype=np.int32)
+                    ids = np.fromiter(encoded["input_ids"][number], np.int32, len(mask))
                     results.append(MaskedTokens(ids, mask, one.notes))
                     continue
             try:
