@@ -354,3 +354,49 @@ def test_supervised_spans_give_back_the_answers(kind, turns, repeated):
     if kind == "qwen3":  # its template strips line breaks between a think block and the answer
         expected = [answer.lstrip("\n") + END[kind] for _, answer in turns]
     assert sorted(found) == sorted(expected)
+
+
+# Conversations with reasoning, tool calls and results, every text marked by a word of its own.
+shapes = st.lists(
+    st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), min_size=1, max_size=4
+)  # (reasoning, text beside a call, number of tool rounds) of each question
+
+
+def marked_conversation(shape) -> tuple[list[dict], list[str], list[str]]:
+    """(messages, words of the assistant, words of the others) for a list of `shapes`."""
+    messages, own, others = [], [], []
+
+    def word(bag):
+        bag.append(f"w{len(own) + len(others):02d}x")
+        return bag[-1]
+
+    for reasoned, beside, rounds in shape:
+        messages.append(user(f"Q {word(others)}?"))
+        for _ in range(rounds):
+            name = word(own)
+            call = assistant(f"So {word(own)}" if beside else "", f"Hm {word(own)}" if reasoned else None, name)
+            call["tool_calls"][0]["function"]["arguments"] = {"city": word(own)}
+            messages += [call, {**tool(f"T {word(others)}"), "tool_call_id": call["tool_calls"][0]["id"]}]
+        messages.append(assistant(f"A {word(own)}.", f"Hm {word(own)}" if reasoned else None))
+    return messages, own, others
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "kimi-k2.5", "kimi-k2-thinking", "deepseek-v3", "gpt-oss"])
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes)
+def test_every_text_of_the_assistant_is_supervised_once_and_no_other(kind, shape):
+    if kind == "gpt-oss":  # its template shows no text beside a call
+        shape = [(reasoned, False, rounds) for reasoned, _, rounds in shape]
+    if kind == "deepseek-v3":  # its template opens no think block behind a tool's result
+        shape = [(reasoned and not rounds, beside, rounds) for reasoned, beside, rounds in shape]
+    messages, own, others = marked_conversation(shape)
+    tokenizer = tokenizer_of(kind)
+    template = ChatTemplate(tokenizer, MaskSettings(chat_template_kwargs=THINKING_ON))
+    found = ""
+    for sample in template.samples(Conversation(messages)):
+        ids, mask = sample.token_ids.tolist(), sample.loss_mask.tolist()
+        for start in [i for i in range(len(mask)) if mask[i] and not mask[i - 1]]:
+            end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+            found += tokenizer.decode(ids[start:end]) + "\n"
+    assert {one: found.count(one) for one in own} == dict.fromkeys(own, 1)
+    assert not [one for one in others if one in found]
