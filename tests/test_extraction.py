@@ -85,6 +85,31 @@ def test_every_layer_equals_an_fp32_reference(tiny_model, token_rows, tmp_path, 
             assert relative(one.hidden[i], want) < 1e-5, f"layer {i}"
 
 
+def test_text_model_inside_a_multimodal_wrapper(token_rows, tmp_path):
+    from tiny_models import make_tiny_wrapper
+    from transformers import Gemma3ForConditionalGeneration
+
+    folder, data = make_tiny_wrapper(tmp_path / "m"), token_rows([20, 33, 7, 64], vocab_size=100)
+    report = eyas.extract(
+        model_path=str(folder),
+        prepared_data=str(data),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[0, 2, 5],
+        dtype="float32",
+    )
+    assert report.exit_code == 0
+    model = Gemma3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    states = eyas.open_states(tmp_path / "s")
+    for one in states:
+        with torch.no_grad():
+            want = model(input_ids=one.token_ids.long()[None], output_hidden_states=True, use_cache=False).hidden_states
+        for i in (0, 2, 5):
+            assert relative(one.hidden[i], want[i][0]) < 1e-5
+        assert relative(model.model.language_model.norm(one.hidden[6]), want[6][0]) < 1e-5
+    assert states.manifest["model"]["architecture"] == "Gemma3ForConditionalGeneration"
+    assert states.manifest["model"]["final_norm"]["kind"] == "rms_1p"
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
 def test_bf16_is_as_close_to_fp32_as_transformers_own_bf16(tiny_model, token_rows, tmp_path, kind):
     folder, data = tiny_model(kind), token_rows([64, 40, 50, 33, 61, 57])

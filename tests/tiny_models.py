@@ -10,6 +10,40 @@ from pathlib import Path
 VOCABULARY = 128
 
 
+def make_tiny_wrapper(folder: Path, seed: int = 0) -> Path:
+    """A text model inside a multimodal wrapper: `Gemma3ForConditionalGeneration` with a tiny vision tower."""
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    text = tiny_config("gemma3").to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 6,  # as many as the decoder has: the wrong stack of layers would fit by its length
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = t.Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=120,
+        boi_token_index=121,
+        eoi_token_index=122,
+    )
+    model = t.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_tiny_model(kind: str, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
     """Make `llama`, `llama_untied`, `llama3`, `qwen3`, `qwen3_moe`, `gemma3`, `deepseek_v3`, `gpt2`, `gpt_oss` or `mistral_window`."""
     import torch
