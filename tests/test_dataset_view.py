@@ -113,6 +113,16 @@ def test_a_bare_jsonl_and_missing_tokenizer_are_shown_as_ids(tmp_path):
     assert not is_dataset(tmp_path)
 
 
+def test_of_a_very_long_sample_only_the_beginning_is_shown(tmp_path):
+    row = {"input_ids": [7] * 5000, "loss_mask": [0, 1] * 2500}
+    (tmp_path / "tokens.jsonl").write_text(json.dumps(row) + "\n")
+    text, _ = seen(tmp_path / "tokens.jsonl", html=tmp_path / "x.html")
+    assert "904 more tokens" in text
+    page = (tmp_path / "x.html").read_text()
+    assert "904 more tokens" in page
+    assert page.count("<i title") + page.count("<b title") == 4096
+
+
 def test_a_sample_that_is_not_there(made):
     with pytest.raises(InputError, match="holds 30 samples"):
         seen(made[0], sample=30)

@@ -162,6 +162,21 @@ def test_the_held_out_split_depends_on_content_alone(model, tmp_path):
     assert heldout < split_of(tmp_path / "c")[1]
 
 
+def test_an_equal_sample_stays_on_its_side(model, tmp_path):
+    """The same conversation as chat and as tokens: the split's hashes differ, the sample is one."""
+    conversations = [chat(f"Question {k}", f"Answer {k}") for k in range(60)]
+    prepare(rows(tmp_path / "a.jsonl", *conversations), model, tmp_path / "plain")
+    tokens = [
+        {"input_ids": s.token_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in open_dataset(tmp_path / "plain")
+    ]
+    both = rows(tmp_path / "b.jsonl", *conversations, *tokens)
+    report = prepare(both, model, tmp_path / "out", settings=PrepareSettings(heldout=0.3, duplicates="keep"))
+    assert report.duplicates == 60
+    train, heldout = (set(open_dataset(folder).ids) for folder in (tmp_path / "out", tmp_path / "out" / "heldout"))
+    assert len(train) + len(heldout) == 60
+    assert not train & heldout
+
+
 def test_worker_processes_give_the_same_dataset(model, tmp_path):
     n = CHUNK_ROWS * CHUNKS_ALONE + 300
     data = rows(tmp_path / "a.jsonl", *(chat(f"Question {k}", f"Answer {k}") if k % 50 else "broken" for k in range(n)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from eyas.dataset_view import DatasetSummary, ShownSample, visible
+from eyas.dataset_view import MOST_BORDERS, DatasetSummary, ShownSample, visible
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5f6b7a; --paper: #fbfaf7; --card: #ffffff; --line: #e2e0d8;
@@ -66,11 +66,13 @@ def _problems(summary: DatasetSummary) -> str:
 def _sample(one: ShownSample) -> str:
     tokens = "".join(
         f'<{tag} title="{token}">{escape(visible(piece))}</{tag}>'
-        for piece, token, tag in zip(
-            one.pieces, one.token_ids, ("b" if flag else "i" for flag in one.mask), strict=True
+        for (piece, _), token, tag in zip(
+            one.first(), one.token_ids, ("b" if flag else "i" for flag in one.mask), strict=False
         )
     )
-    borders = "".join(f"<li>{escape(border)}</li>" for border in one.borders)
+    if one.hidden:
+        tokens += f'<p class="warn">... and {one.hidden:,} more tokens</p>'
+    borders = "".join(f"<li>{escape(border)}</li>" for border in one.borders[:MOST_BORDERS])
     return (
         f'<div class="sample"><strong>Sample {one.position}</strong>: {len(one.mask):,} tokens, {sum(one.mask):,} supervised'
         f'<div class="id">{one.id}</div><div class="tokens">{tokens}</div><ol class="borders">{borders}</ol></div>\n'

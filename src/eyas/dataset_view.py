@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 STATES = 4
 #: Tokens per second assumed for predictions, of the order that a Kimi-K2-like model reaches on four H200.
 TOKENS_PER_SECOND = 20_000.0
+#: Of one sample at most so many tokens and borders are shown: a long one would make a page that no browser likes.
+MOST_TOKENS, MOST_BORDERS = 4096, 64
 COUNT_NAMES = {
     "rows": "rows read",
     "kept": "rows kept",
@@ -61,6 +63,8 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
     row("tokens", report.tokens, f"{report.supervised_tokens:,} supervised ({share:.1%}); longest {report.longest:,}")
     row("rows truncated", report.truncated, "", "yellow")
     row("answers", report.answers)
+    if report.windows:
+        row("  windows of long rows", report.windows, "answers may go on in the next window", "yellow")
     row(
         "  cut by the limit",
         report.answers_cut,
@@ -146,6 +150,15 @@ class ShownSample:
     token_ids: list[int]
     mask: list[int]
     borders: list[str] = field(default_factory=list)
+
+    def first(self) -> list[tuple[str, int]]:
+        """(text, mask) of the tokens that are shown: the first `MOST_TOKENS`."""
+        return list(zip(self.pieces, self.mask, strict=True))[:MOST_TOKENS]
+
+    @property
+    def hidden(self) -> int:
+        """Tokens that are not shown."""
+        return max(0, len(self.mask) - MOST_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -300,10 +313,12 @@ def print_summary(summary: DatasetSummary, console: Console | None = None) -> No
             f"\n[bold]sample {shown.position}[/], id {shown.id}: {len(shown.mask)} tokens, {sum(shown.mask)} supervised ([bold green]green[/])"
         )
         text = Text()
-        for piece, flag in zip(shown.pieces, shown.mask, strict=True):
+        for piece, flag in shown.first():
             text.append(visible(piece), style="bold green" if flag else "dim")
         console.print(text)
-        for border in shown.borders:
+        if shown.hidden:
+            console.print(f"... and {shown.hidden:,} more tokens", style="yellow")
+        for border in shown.borders[:MOST_BORDERS]:
             console.print(f"  {border}", markup=False, style="cyan", soft_wrap=True)
 
 

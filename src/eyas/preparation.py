@@ -63,7 +63,7 @@ class PrepareReport:
     answers_cut: int = 0
     answers_lost: int = 0
     answers_unfinished: int = 0
-    windows: int = 0
+    windows: int = 0  # samples that --on-long split made of long rows
     duplicates: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -289,7 +289,7 @@ class _Sink:
         self.writer = DatasetWriter(folder)
         self.heldout = DatasetWriter(folder / HELDOUT) if settings.heldout else None
         self.rejected = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by close() or abandon()
-        self.seen: set[bytes] = set()
+        self.seen: dict[bytes, bool] = {}  # sample id -> whether it is in the held-out part
         self.counts: Counter[str] = Counter()
         self.bins = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
 
@@ -322,8 +322,8 @@ class _Sink:
                 self.counts[sample.id] += 1
                 if self.settings.duplicates == "once":
                     continue
-            self.seen.add(digest)
-            self._write(sample, piece, result, apart)
+            # An equal sample stays on its side, also if it came as chat once and as tokens once.
+            self._write(sample, piece, result, self.seen.setdefault(digest, apart))
         if len(result.pieces) > 1 and self.settings.on_long == "split":
             report.windows += len(result.pieces)
 
