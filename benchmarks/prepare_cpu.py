@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import resource
@@ -57,8 +58,11 @@ def main() -> None:
         data = Path(folder) / "rows.jsonl"
         write_rows(data, arguments.rows)
         size = data.stat().st_size
+        before = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         report = prepare(data, arguments.model_path, Path(folder) / "dataset", workers=arguments.workers)
         written = sum(file.stat().st_size for file in (Path(folder) / "dataset").glob("*.parquet"))
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu = sum(usage.ru_utime + usage.ru_stime for usage in usages) - before
     peaks = [resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     versions = ", ".join(f"{name} {package_version(name)}" for name in ("transformers", "tokenizers", "pyarrow"))
     for name, value in [
@@ -72,6 +76,10 @@ def main() -> None:
         ),
         ("time", f"{report.seconds:,.1f} s"),
         ("rate", f"{report.rows_per_second:,.0f} conversations/s, {report.tokens_per_second:,.0f} tokens/s"),
+        (
+            "CPU time",
+            f"{cpu:,.1f} s in all processes, {1000 * cpu / max(report.rows, 1):.2f} ms a conversation; load average {os.getloadavg()[0]:.1f}",
+        ),
         ("peak memory", f"{peaks[0]:,.0f} MB parent, {peaks[1]:,.0f} MB largest worker"),
     ]:
         print(f"{name:<12} {value}")
