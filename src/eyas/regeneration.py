@@ -28,7 +28,7 @@ from typing import Any
 from eyas.conversations import Conversation, DataSource, RawRow, RowError, check_columns, parse_row, read_rows
 from eyas.dataset import DatasetWriter, Sample
 from eyas.errors import FolderConflictError, InputError
-from eyas.generators import Answer, Generator, Sampling
+from eyas.generators import Answer, Generator, Sampling, TransformersGenerator
 from eyas.manifest import MANIFEST, differing_fields, refuse_foreign_folder, write_json
 from eyas.masks import ChatTemplate, MaskError, MaskSettings
 from eyas.preparation import PACKAGED, REJECTED, packaged
@@ -186,7 +186,7 @@ def regenerate(
     data: str | Path | Sequence[str | Path],
     model_path: str,
     output_dir: str | Path,
-    generator: Callable[[ChatTemplate], Generator],
+    generator: Callable[[ChatTemplate], Generator] | None = None,
     *,
     settings: RegenerateSettings | None = None,
     columns: Mapping[str, str] | None = None,
@@ -201,7 +201,7 @@ def regenerate(
     """Answer the prompts of chat data with the target itself and write the dataset.
 
     Args:
-        generator: makes the one who answers, once the template is known (`transformers_generator` and others).
+        generator: makes the one who answers, once the template is known (see `generators.py`); None = transformers, here.
         window: conversations that are answered together; their turns go on in step. The rest as in `eyas.prepare`.
 
     Raises:
@@ -236,7 +236,11 @@ def regenerate(
         with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
             for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
                 if answerer is None:
-                    answerer = generator(template)
+                    answerer = (
+                        generator(template)
+                        if generator
+                        else _default_generator(model_path, settings, template, trust_remote_code)
+                    )
                     write_json(folder / RUN, described | {"engine": answerer.description})
                 for one in _answered(batch, answerer, template, settings, number, report):
                     if one.problem is not None:
@@ -266,6 +270,13 @@ def regenerate(
     _write_dataset(folder, described, engine, report, model_path, trust_remote_code)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _default_generator(
+    model_path: str, settings: RegenerateSettings, template: ChatTemplate, trust_remote_code: bool
+) -> Generator:
+    stop = template.end_of_turn_ids()
+    return TransformersGenerator(model_path, settings.sampling, stop, trust_remote_code=trust_remote_code)
 
 
 def _resume(folder: Path, described: dict[str, Any]) -> list[str]:
