@@ -71,6 +71,11 @@ DEEPSEEK_V3 = """{{ bos_token }}{%- set ns = namespace(tool=false) %}{%- for m i
 {{- '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt and not ns.tool %}{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{%- endif %}"""
 
+# The prompt opens a think block that no shown turn has, and what stands before `</think>` in a text is cut off.
+DEEPSEEK_R1 = """{{ bos_token }}{%- for m in messages %}{%- if m['role'] == 'system' %}{{- m['content'] }}{%- elif m['role'] == 'user' %}{{- '<｜User｜>' + m['content'] }}
+{%- else %}{%- set content = m['content'] %}{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}{%- endif %}{{- '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
+
 # Channels; the last answer ends otherwise than earlier ones; earlier analysis is dropped; the reasoning is called `thinking`.
 GPT_OSS = """{{- '<|start|>system<|message|>You are a model.<|end|>' }}{%- if messages[0].role == 'system' %}{{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + '<|end|>' }}{%- endif %}
 {%- set ns = namespace(tool='') %}
@@ -162,6 +167,7 @@ TEMPLATES = {
     ),
     "glm": (GLM, ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"], ["<think>", "</think>"], None, "<|endoftext|>"),
 }  # fmt: skip
+TEMPLATES["deepseek-r1"] = (DEEPSEEK_R1, *TEMPLATES["deepseek-v3"][1:])
 TEMPLATES["kimi-k2-thinking"] = (KIMI_K2_THINKING, *TEMPLATES["kimi-k2.5"][1:])
 
 TEXT = [

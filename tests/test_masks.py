@@ -91,6 +91,7 @@ PLAIN_GOLDEN = {
     "mistral": [[["Hello", ".", "</s>"]], [["Hello", ".", "</s>"]]],
     "gemma3": [[["Hello", ".", "<end_of_turn>"], ["Hello", ".", "<end_of_turn>"]]],
     "deepseek-v3": [[["Hel", "lo", ".", "<｜end▁of▁sentence｜>"], [" Hello", ".", " ", "<｜end▁of▁sentence｜>"]]],
+    "deepseek-r1": [[["Hel", "lo", ".", "<｜end▁of▁sentence｜>"], [" Hello", ".", " ", "<｜end▁of▁sentence｜>"]]],
     # An earlier answer is shown with <|end|> although the model generated <|return|>: a sample of its own.
     "gpt-oss": [
         [["<|channel|>", "f", "in", "a", "l", "<|message|>", "Hel", "lo", ".", "<|return|>"]],
@@ -124,6 +125,10 @@ REASONED_GOLDEN = {
     ],
     # These two templates show no reasoning of answered questions at all; the generation prompt opens the block.
     "deepseek-v3": [["I should</think>Hello.<｜end▁of▁sentence｜>"], ["the answer</think>Yes.<｜end▁of▁sentence｜>"]],
+    "deepseek-r1": [
+        ["I should\n</think>\n\nHello.<｜end▁of▁sentence｜>"],
+        ["the answer\n</think>\n\nYes.<｜end▁of▁sentence｜>"],
+    ],
     "kimi-k2.5": [["I should</think>Hello.<|im_end|>"], ["the answer</think>Yes.<|im_end|>"]],
     # Here the prompt opens no block: its tag is generated too.
     "kimi-k2-thinking": [["<think>I should</think>Hello.<|im_end|>"], ["<think>the answer</think>Yes.<|im_end|>"]],

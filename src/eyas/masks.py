@@ -331,6 +331,7 @@ class ChatTemplate:
         if not rendered.startswith(prompt):
             # A generation prompt may end in a think tag that the template leaves out again when it shows the turn.
             start = len(base)
+            notes.append("shown without the think tag of its generation prompt")
             if any(place.part.kind == "reasoning" for place in own) and prompt[start:].strip():
                 why = "its reasoning is shown although the generation prompt closes it; thinking is off (--reasoning drop leaves it out)"
                 raise MaskError(_not_continued(turn, prompt, rendered, why))
