@@ -202,6 +202,12 @@ class ShardWriter:
             "shards": len(self.shards),
         }
 
+    def give_up(self, error: BaseException) -> None:
+        """Stop after an error on the computing side: nothing more is written, the threads end, finished shards stay."""
+        self._error = self._error or error
+        for _ in self._threads:
+            self._queue.put(None)
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error

@@ -15,8 +15,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from eyas.errors import EngineError, EyasError, InputError, PreflightError
 from eyas.manifest import package_version
 from eyas.model_files import ModelInfo, human_bytes
 from eyas.preflight import Check, Status
+from eyas.processes import nvidia_query
 from eyas.shard_writer import ShardWriter
 from eyas.store import DTYPES, StoreSpec, read_shard_header
 
@@ -118,14 +119,10 @@ def has_gpu() -> bool:
 
 def _gpu_memory() -> tuple[int, int] | None:
     """(free, total) bytes of the GPU with the least free, from the driver's own tool: asking CUDA would take half a gigabyte of it."""
-    import subprocess
-
-    query = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-        return min((int(free) * 2**20, int(total) * 2**20) for free, total in (line.split(",") for line in lines))
-    except (OSError, subprocess.SubprocessError, ValueError):
+    rows = nvidia_query("gpu", ["memory.free", "memory.total"])
+    if not rows or not has_gpu():
         return None
+    return min((int(float(free)) * 2**20, int(float(total)) * 2**20) for free, total in rows)
 
 
 def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> None:
@@ -446,18 +443,27 @@ class VllmEngine:
             if writer is None:
                 self._raise_errors(self._rpc("eyas_open", opened))
             opened_at = time.monotonic()
-            for samples, (finished, output) in enumerate(self._run(feed, expected, result.rejected, stop), 1):
-                if writer is not None:
-                    self._store_native(writer, finished, output)
-                tokens += len(finished)
-                progress(Progress(samples, tokens, tokens * spec.bytes_per_token))
+            looked = 0.0
+            with closing(self._run(feed, expected, result.rejected, stop)) as answers:
+                for samples, (finished, output) in enumerate(answers, 1):
+                    if writer is not None:
+                        self._store_native(writer, finished, output)
+                    tokens += len(finished)
+                    progress(Progress(samples, tokens, tokens * spec.bytes_per_token))
+                    if time.monotonic() - looked > 0.1:
+                        looked = time.monotonic()
+                        self._raise_fault(folder)
             ran_at = time.monotonic()
             if writer is None:
-                totals = self._raise_errors(self._rpc("eyas_close"))
+                totals = self._rpc("eyas_close")
+                self._raise_fault(folder)
+                self._raise_errors(totals)
             else:
                 totals = [{**writer.close(), "entries": writer.shards, "rejected": writer.rejected}]
             self.timings = {"open": opened_at - begun, "run": ran_at - opened_at, "close": time.monotonic() - ran_at}
         except EyasError:
+            if writer is None:
+                self._close_ranks(folder)
             raise
         except Exception as error:
             raise self._explained(error, "the engine died", folder) from error
@@ -472,7 +478,7 @@ class VllmEngine:
 
     def _run(
         self, samples: Iterable[Sample], expected: list[str], rejected: list[tuple[str, str]], stop: threading.Event
-    ) -> Iterator[tuple[Sample, Any]]:
+    ) -> Generator[tuple[Sample, Any], None, None]:
         """Keep the engine's queue filled, but no fuller than six steps need (two run, the next must be there when one ends); yields (sample, answer) as requests end."""
         from vllm import SamplingParams
 
@@ -482,31 +488,38 @@ class VllmEngine:
         waiting_tokens = 0
         feed = iter(samples)
         exhausted = False
-        while True:
-            while not exhausted and not stop.is_set() and (waiting_tokens < limit or not under_way):
-                sample = next(feed, None)
-                if sample is None:
-                    exhausted = True
-                    break
-                extra = {"eyas": {"id": sample.id, "mask": _mask_runs(sample)}}
-                params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
-                name = f"{sample.id}.{self._request}"
-                self._request += 1
-                try:
-                    engine.add_request(name, {"prompt_token_ids": sample.token_ids.tolist()}, params)
-                except ValueError as error:
-                    rejected.append((sample.id, f"refused by the engine: {error}"))
-                    continue
-                under_way[name] = sample
-                waiting_tokens += len(sample)
-                expected.append(sample.id)
-            if not under_way:
-                return
-            for output in engine.step():
-                if output.finished and output.request_id in under_way:
-                    sample = under_way.pop(output.request_id)
-                    waiting_tokens -= len(sample)
-                    yield sample, output
+        try:
+            while True:
+                while not exhausted and not stop.is_set() and (waiting_tokens < limit or not under_way):
+                    sample = next(feed, None)
+                    if sample is None:
+                        exhausted = True
+                        break
+                    extra = {"eyas": {"id": sample.id, "mask": _mask_runs(sample)}}
+                    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
+                    name = f"{sample.id}.{self._request}"
+                    self._request += 1
+                    try:
+                        engine.add_request(name, {"prompt_token_ids": sample.token_ids.tolist()}, params)
+                    except ValueError as error:
+                        rejected.append((sample.id, f"refused by the engine: {error}"))
+                        continue
+                    under_way[name] = sample
+                    waiting_tokens += len(sample)
+                    expected.append(sample.id)
+                if not under_way:
+                    return
+                for output in engine.step():
+                    if output.finished and output.request_id in under_way:
+                        sample = under_way.pop(output.request_id)
+                        waiting_tokens -= len(sample)
+                        yield sample, output
+        except GeneratorExit:
+            # Left early: let the engine forget what is still queued, so that it can serve another capture.
+            engine.abort_request(list(under_way))
+            while engine.has_unfinished_requests():
+                engine.step()
+            raise
 
     def _store_native(self, writer: ShardWriter, sample: Sample, output: Any) -> None:
         """Take one request's states from the file that vLLM's connector wrote, and remove the file."""
@@ -586,14 +599,33 @@ class VllmEngine:
                 raise _from_record(answer["error"])
         return answers
 
+    def _close_ranks(self, folder: Path) -> None:
+        """After an error: let the other ranks write what is complete. The error that is being raised is the one to be seen."""
+        try:
+            self._rpc("eyas_close", timeout=120)
+        except Exception as error:  # noqa: BLE001
+            log.warning("closing the capture after an error: %s", error)
+        self._forget_faults(folder)
+
+    def _raise_fault(self, folder: Path) -> None:
+        """Raise the error that a rank left in `folder`, the lowest rank's when several did."""
+        for file in sorted(folder.glob("fault-*.json")):
+            raise _from_record(json.loads(file.read_text(encoding="utf-8")))
+
+    @staticmethod
+    def _forget_faults(folder: Path) -> None:
+        for file in folder.glob("fault-*.json"):
+            file.unlink(missing_ok=True)
+
     def _explained(self, error: Exception, what: str, folder: Path | None = None, remedy: str = DIED) -> EyasError:
         """The first rank's own error when it left one, else what vLLM said, shortened to its last line."""
-        places = [Path(self._faults.name), *([folder] if folder is not None else [])]
-        for file in sorted(file for place in places for file in place.glob("fault-*.json")):
-            record = json.loads(file.read_text(encoding="utf-8"))
-            for other in file.parent.glob("fault-*.json"):
-                other.unlink(missing_ok=True)
-            return _from_record(record)
+        for place in (Path(self._faults.name), folder):
+            if place is not None:
+                try:
+                    self._raise_fault(place)
+                except EyasError as known:
+                    self._forget_faults(place)
+                    return known
         lines = [line for line in str(error).splitlines() if line.strip()]
         return EngineError(
             f"{what}: {type(error).__name__}: {lines[-1] if lines else 'no message'}",

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from eyas.dataset import Sample
-from eyas.errors import ContractError
+from eyas.errors import ContractError, EyasError
 from eyas.shard_writer import ShardWriter, Slot
 from eyas.trace import HOST_COPY, SHARD, SPLIT, Hop, check_model_output, require_sound, write_hops
 
@@ -255,6 +255,12 @@ class Capture:
         totals = self.writer.close()
         self._in_flight.clear()
         return {**totals, "dropped": len(begun), "steps": self.steps}
+
+    def discard(self, error: EyasError) -> None:
+        """End after a broken contract: finished shards stay, what is in the buffers is given up."""
+        self._pending.clear()
+        self._in_flight.clear()
+        self.writer.give_up(error)
 
     def _split(self, step: Step) -> list[Segment]:
         """Segments of this rank, requests under way first: their buffers must fill before new ones are asked for."""

@@ -1,6 +1,6 @@
 """Gate 4 on the engine itself: are the stored states those of the model that vLLM runs?
 
-Three kinds of evidence, none of which needs a second copy of the model:
+Four kinds of evidence; the first three need no second copy of the model:
 
 1. *Stored final state -> final norm -> head* (the engine's own modules, on what was read back from the store) against the engine's
    own prompt log-probabilities, position by position. Catches a target state after the norm (F6), hidden without residual (F7),
@@ -8,7 +8,9 @@ Three kinds of evidence, none of which needs a second copy of the model:
 2. *Alone against batched*: the same sample captured by itself. Catches leaks between requests and wrong joins of chunks.
 3. *No layer equals another*, at any sample: a layer repeated or swapped.
 
-A comparison with transformers, where the model fits beside it, is `eyas verify --recompute`.
+4. *An independent pass* through transformers, where the model is small enough to fit beside the engine: relative L2 per layer, and the
+   nearest reference layer must be the layer itself. Catches a layer early or late (F5) anywhere. For larger models that evidence is
+   what `eyas rehearse` and the supported versions stand for; `eyas verify --recompute` gives it after the run, where it fits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.dataset import Sample
-from eyas.errors import ParityError
+from eyas.errors import EngineError, ParityError
 from eyas.parity import relative_l2
 from eyas.store import StoreSpec, open_states, write_store_manifest
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from eyas.engines.vllm import VllmEngine
     from eyas.store import States
 
+#: Weights up to this many bytes are loaded a second time, on the CPU, for the independent pass.
+REFERENCE_BYTES = 3 * 10**9
 #: Largest median difference of a log-probability (natural logarithm) between the rebuilt logits and the engine's own, by dtype.
 #: The stored state is rounded once where the engine's fused norm is not, which in bfloat16 moves logits by up to 2^-8 of their size.
 MEDIAN_LOGPROB = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
@@ -63,7 +67,34 @@ def engine_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, An
         if info.num_layers in engine.layer_ids:
             folder = str(batched.path)
             report |= _final_against_engine(engine, folder, samples, dtype, strict=strict, ranked=not random_weights)
+        if 0 < info.weight_bytes <= REFERENCE_BYTES and not random_weights:
+            report |= _against_transformers(engine, batched, ordered)
     return report
+
+
+def _against_transformers(engine: VllmEngine, batched: States, ordered: Sequence[Sample]) -> dict[str, Any]:
+    """The independent pass, on the CPU: the GPUs are the engine's."""
+    from eyas.engines.transformers import TransformersEngine, TransformersSettings
+    from eyas.parity import judge_parity
+
+    own = engine.settings
+    reference = TransformersEngine(
+        own.model, TransformersSettings(own.dtype, device="cpu", trust_remote_code=own.trust_remote_code)
+    )
+    try:
+        reference.load(engine.layer_ids)
+    except EngineError as error:
+        return {"reference": f"transformers does not load this model: {error.what}"}
+    try:
+        samples = [one for one in ordered if len(one) <= 1024][:3] or ordered[:1]
+        found = judge_parity(reference, samples, [batched[batched.index_of(one.id)].hidden for one in samples])
+    finally:
+        reference.close()
+    return {
+        "relative_l2": found["relative_l2"],
+        "tolerance": found["tolerance"],
+        "reference": "transformers on the CPU",
+    }
 
 
 def _captured(engine: VllmEngine, samples: Sequence[Sample], folder: Path) -> States:

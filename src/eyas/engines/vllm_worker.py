@@ -40,16 +40,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def decoder_layers(module: Any) -> Any:
+    """A decoder's list of layers, whatever its architecture calls it; None for a module that has none."""
+    found = (getattr(module, name, None) for name in ("layers", "h", "blocks"))
+    return next((one for one in found if isinstance(one, (torch.nn.ModuleList, torch.nn.Sequential))), None)
+
+
 def decoder_path(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """From the outermost class to the module that holds the decoder layers, as (attribute path, module).
 
-    Follows `get_language_model()` or `language_model` (multimodal wrappers), then `model`, until a module has `layers`.
+    Follows `get_language_model()` or `language_model` (multimodal wrappers), then `model`, until a module has layers.
     Raises ContractError when none has.
     """
     path: list[tuple[str, Any]] = [("", model)]
     for _ in range(6):
         name, here = path[-1]
-        if isinstance(getattr(here, "layers", None), (torch.nn.ModuleList, torch.nn.Sequential)):
+        if decoder_layers(here) is not None:
             return path
         following: Any = None
         for attribute in ("language_model", "model", "transformer", "decoder"):
@@ -94,7 +100,7 @@ class CaptureWorker(PlatformWorker):
         self._layer_ids: list[int] = sorted(wanted["layer_ids"])
         if wanted["capture"] not in ("aux", "hooks"):
             return
-        depth = len(self._path[-1][1].layers)
+        depth = len(decoder_layers(self._path[-1][1]))
         outside = [i for i in self._layer_ids if not 0 <= i <= depth]
         if outside:
             raise InputError(f"layer id {outside[0]} is out of range: the loaded model has {depth} layers")
@@ -140,7 +146,7 @@ class CaptureWorker(PlatformWorker):
 
     def _shown_path(self) -> str:
         names = " -> ".join(type(module).__name__ for _, module in self._path)
-        return f"{names}, {len(self._path[-1][1].layers)} layers"
+        return f"{names}, {len(decoder_layers(self._path[-1][1]))} layers"
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
@@ -164,8 +170,10 @@ class CaptureWorker(PlatformWorker):
         try:
             self._capture_step(self._capture, scheduled, output)
         except EyasError as error:
+            # The engine goes on, nothing more is captured: the driver finds the error, stops, and every other rank ends in order.
             self._keep_error(error)
-            raise
+            self._capture.discard(error)
+            self._capture = None
         return output
 
     def _capture_step(self, capture: Capture, scheduled: Any, output: Any) -> None:
@@ -221,7 +229,7 @@ class CaptureWorker(PlatformWorker):
         )
 
     def _keep_error(self, error: EyasError) -> None:
-        """Leave the error where the driver finds it after this engine has died of it."""
+        """Leave the error where the driver finds it, also after this engine has died."""
         self._capture_error = error
         log.error("%s", error)
         file = self._fault_file
@@ -236,7 +244,7 @@ class CaptureWorker(PlatformWorker):
     def _install_hooks(self) -> None:
         """Catch `hidden + residual` at decoder layers of a model without the interface. Needs eager mode: compiled layers call no hooks."""
         decoder = self._path[-1][1]
-        layers = decoder.layers
+        layers = decoder_layers(decoder)
         self._hooked = [[] for _ in self._layer_ids]
 
         def entering(position: int) -> Any:
@@ -276,7 +284,7 @@ class CaptureWorker(PlatformWorker):
         return {
             "path": [type(module).__name__ for _, module in self._path],
             "where": self._path[-1][0],
-            "num_layers": len(decoder.layers),
+            "num_layers": len(decoder_layers(decoder)),
             "hidden_size": self.model_config.get_hidden_size(),
             "dtype": dtype_name(self.model_config.dtype),
             "runner": "V2" if hasattr(self.model_runner, "req_states") else "V1",
@@ -332,6 +340,8 @@ class CaptureWorker(PlatformWorker):
     def eyas_close(self) -> dict[str, Any]:
         """End the capture: write what is complete, wait for the disk. Returns totals, or {"error": ...}."""
         capture, self._capture = self._capture, None
+        if self._capture_error is not None:
+            return _as_record(self._capture_error)
         if capture is None:
             return {"rank": self.rank, "samples": 0, "tokens": 0, "bytes": 0, "shards": 0, "dropped": 0, "steps": 0}
         try:
@@ -357,12 +367,13 @@ class CaptureWorker(PlatformWorker):
             return []
         states = open_states(folder)
         model, (_, decoder) = self.model_runner.get_model(), self._path[-1]
-        final = len(decoder.layers)
+        final = len(decoder_layers(decoder))
+        norm = next(getattr(decoder, name) for name in ("norm", "ln_f", "final_layernorm") if hasattr(decoder, name))
         answers = []
         for one in sample_ids:
             hidden = states[states.index_of(one)].hidden[final].to(self.device, self.model_config.dtype)
             with torch.inference_mode():
-                normed = decoder.norm(hidden)
+                normed = norm(hidden)
                 logits = model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
             if logits is not None:
                 logprobs = logits.float().log_softmax(-1)

@@ -1,0 +1,162 @@
+"""States of the real vLLM against transformers in fp32: architectures, tensor parallel sizes, wrappers, the other ways of capturing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_models import capture, eyas_process, random_samples, reference_states, worst_error, write_dataset
+
+from eyas.engines.vllm import VllmEngine, VllmSettings
+from eyas.errors import ContractError, EngineError, PreflightError
+from eyas.extraction import extract
+from eyas.model_files import describe_model
+from eyas.store import open_states
+from eyas.trace import HOPS, read_hops
+from eyas.verification import verify
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = [5, 1, 200, 17, 64, 299, 33]
+
+
+@contextlib.contextmanager
+def running(model: Path, layer_ids: list[int], **settings: Any) -> Iterator[VllmEngine]:
+    engine = VllmEngine(
+        VllmSettings(describe_model(model), dtype="float32", max_seq_len=300, step_tokens=128, batch_size=8, **settings)
+    )
+    try:
+        engine.load(layer_ids)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "layer_ids", "path"),
+    [
+        ("llama", 2, [0, 2, 5, 6], "LlamaForCausalLM -> LlamaModel, 6 layers"),
+        ("qwen3_moe", 1, [2, 4, 6], "Qwen3MoeForCausalLM -> Qwen3MoeModel, 6 layers"),
+        ("deepseek_v3", 1, [0, 1, 3, 6], "DeepseekV3ForCausalLM -> DeepseekV2Model, 6 layers"),
+        (
+            "kimi",
+            2,
+            [2, 3, 5, 6],
+            "KimiK25ForConditionalGeneration -> DeepseekV2ForCausalLM -> DeepseekV2Model, 6 layers",
+        ),
+    ],
+)
+def test_states_are_those_of_transformers(
+    vllm_model: Callable[[str], Path], tmp_path: Path, kind: str, tp: int, layer_ids: list[int], path: str
+) -> None:
+    samples = random_samples(LENGTHS, seed=tp)
+    reference_model = vllm_model("deepseek_v3" if kind == "kimi" else kind)
+    with running(vllm_model(kind), layer_ids, tp_size=tp) as engine:
+        assert engine.path == path
+        result = capture(engine, samples, tmp_path / "store")
+    assert not result.rejected
+    states = open_states(tmp_path / "store")
+    assert set(states.ids) == {s.id for s in samples}
+    worst = worst_error(states, reference_states(reference_model, samples, layer_ids))
+    assert max(worst.values()) < 1e-5, worst
+    if tp > 1:
+        assert len({entry["name"].split("-")[1] for entry in result.shards}) == tp  # every rank wrote
+
+
+@pytest.mark.smollm2
+def test_smollm2_through_the_command_line_with_one_and_three_ranks(
+    tmp_path: Path,
+) -> None:
+    samples = random_samples([40, 7, 130, 64, 1, 90, 33, 12], seed=3, vocabulary=49000)
+    data = write_dataset(tmp_path / "samples.jsonl", samples)
+    flags = ["--model-path", "smollm2", "--prepared-data", str(data), "--engine", "vllm", "--dtype", "float32"]
+    flags += ["--layer-ids", "2", "15", "27", "--max-seq-len", "256", "--parity-samples", "2"]
+    for tp in (1, 3):
+        done = eyas_process("extract", *flags, "--output-dir", tmp_path / f"tp{tp}", "--tp-size", str(tp), "--trace")
+        _, errors = done.communicate(timeout=300)
+        assert done.returncode == 0, errors[-3000:]
+    one, three = open_states(tmp_path / "tp1"), open_states(tmp_path / "tp3")
+    assert set(one.ids) == set(three.ids) == {s.id for s in samples}
+    manifest = three.manifest
+    assert manifest["engine"]["path"] == ["LlamaForCausalLM", "LlamaModel"]
+    assert manifest["parity"]["passed"]
+    for sample in samples:
+        a, b = one[one.index_of(sample.id)], three[three.index_of(sample.id)]
+        for layer in (2, 15, 27, 30):
+            assert float((a.hidden[layer] - b.hidden[layer]).norm() / a.hidden[layer].norm()) < 1e-5
+    assert {hop.hop for hop in read_hops(tmp_path / "tp3")} == set(HOPS)
+    report = verify(tmp_path / "tp1", recompute=3, seed=0)
+    assert not report.problems
+    assert report.recomputed is not None
+    assert max(report.recomputed["relative_l2"].values()) < 1e-5
+
+
+def test_heads_that_do_not_divide_are_refused_before_any_load(
+    vllm_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    data = write_dataset(tmp_path / "samples.jsonl", random_samples([10]))
+    with pytest.raises(PreflightError, match="4 attention heads do not divide by 3"):
+        extract(
+            model_path=str(vllm_model("llama")),
+            prepared_data=str(data),
+            output_dir=str(tmp_path / "store"),
+            engine="vllm",
+            layer_ids=[2, 4],
+            tp_size=3,
+        )
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_model_without_the_interface_says_so_and_hooks_work(
+    vllm_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, samples = vllm_model("gpt2"), random_samples(LENGTHS, seed=5)
+    with pytest.raises(ContractError, match="--capture hooks") as caught, running(model, [1, 2, 4]):
+        pass
+    assert "GPT2LMHeadModel" in str(caught.value)
+    with running(model, [1, 2, 4], capture="hooks") as engine:
+        result = capture(engine, samples, tmp_path / "store")
+    assert not result.rejected
+    worst = worst_error(open_states(tmp_path / "store"), reference_states(model, samples, [1, 2, 4]))
+    assert max(worst.values()) < 1e-5, worst
+
+
+def test_vllms_own_connector_gives_the_same_states(vllm_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, samples = vllm_model("llama"), random_samples([5, 64, 100, 33], seed=6)
+    with running(model, [4, 2, 6], capture="native") as engine:
+        result = capture(engine, samples, tmp_path / "store")
+        assert not list(engine.native_folder.rglob("*.safetensors"))  # taken away as they are read
+    assert not result.rejected
+    worst = worst_error(open_states(tmp_path / "store"), reference_states(model, samples, [4, 2, 6]))
+    assert max(worst.values()) < 1e-5, worst
+
+
+def test_parts_of_a_dataset_make_one_store(vllm_model: Callable[[str], Path], tmp_path: Path) -> None:
+    samples = random_samples([20, 30, 40, 50, 60, 70, 25, 35, 45, 55], seed=7)
+    data = write_dataset(tmp_path / "samples.jsonl", samples)
+    statuses = []
+    for part in ("0/2", "1/2"):
+        report = extract(
+            model_path=str(vllm_model("llama")),
+            prepared_data=str(data),
+            output_dir=str(tmp_path / "store"),
+            engine="vllm",
+            layer_ids=[2, 4],
+            shard=part,
+        )
+        assert not report.rejected
+        statuses.append(json.loads((tmp_path / "store" / "manifest.json").read_text())["status"])
+    assert statuses == ["open", "complete"]
+    assert set(open_states(tmp_path / "store").ids) == {s.id for s in samples}
+
+
+def test_a_vllm_that_cannot_start_is_an_engine_error(vllm_model: Callable[[str], Path]) -> None:
+    with (
+        pytest.raises(EngineError, match="vLLM did not start"),
+        running(vllm_model("llama"), [2, 6], extra={"kv_cache_memory_bytes": 1}),
+    ):
+        pass

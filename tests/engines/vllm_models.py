@@ -1,0 +1,179 @@
+"""Tiny random models in shapes that vLLM's CPU build runs, and what the vLLM tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.dataset import Sample
+from eyas.engines.base import CaptureResult
+from eyas.manifest import content_hash
+from eyas.store import StoreSpec, write_store_manifest
+
+VOCABULARY = 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+#: Latent rank and rope width as in the originals: the CPU kernels know no others.
+MLA = {"kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+EXPERTS = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+
+
+def tiny_config(kind: str) -> Any:
+    """`llama`, `qwen3_moe`, `deepseek_v3` or `gpt2` (no auxiliary-state interface in vLLM)."""
+    import transformers as t
+
+    if kind == "llama":
+        return t.LlamaConfig(**COMMON)
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        return t.Qwen3MoeConfig(**COMMON, head_dim=32, decoder_sparse_step=1, **experts)
+    if kind == "deepseek_v3":
+        config = t.DeepseekV3Config(
+            **{**COMMON, "num_key_value_heads": 4}, **MLA, **EXPERTS, n_group=2, topk_group=1, first_k_dense_replace=1
+        )
+        # transformers knows no other way and leaves these out; without them vLLM routes by softmax.
+        config.topk_method, config.scoring_func = "noaux_tc", "sigmoid"
+        return config
+    if kind == "gpt2":
+        return t.GPT2Config(vocab_size=VOCABULARY, n_positions=512, n_embd=128, n_layer=4, n_head=4)
+    raise ValueError(kind)
+
+
+def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+    """A Hugging Face folder in fp32; norms are not left at one, so that states before and after them differ."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=0.08)
+    model.float().save_pretrained(folder)
+    return folder
+
+
+def make_kimi(folder: Path, language_model: Path) -> Path:
+    """`KimiK25ForConditionalGeneration` around a DeepSeek-V3 folder: the wrapper's config and its own weight names."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    text = json.loads((language_model / "config.json").read_text())
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "text_config": text,
+        "vision_config": {
+            "model_type": "kimi_k25_vision",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 1,
+            "mm_hidden_size": 64,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    media = {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 1024, "patch_limit_on_one_side": 32}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": media}))
+    weights = load_file(language_model / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def random_samples(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> list[Sample]:
+    random = np.random.default_rng(seed)
+    return [
+        Sample.of(random.integers(3, vocabulary, n).astype(np.int32), (random.random(n) > 0.5).astype(np.uint8))
+        for n in lengths
+    ]
+
+
+def write_dataset(path: Path, samples: list[Sample]) -> Path:
+    with open(path, "w", encoding="utf-8") as file:
+        for sample in samples:
+            row = {"input_ids": sample.token_ids.tolist(), "loss_mask": sample.loss_mask.tolist()}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def reference_states(model_folder: Path, samples: list[Sample], layer_ids: list[int]) -> dict[str, dict[int, Any]]:
+    """Sample id -> layer id -> [T, H] by transformers in fp32, one sample at a time; id N is taken at the final norm's door."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    decoder = model.get_decoder()
+    norm = decoder.norm if hasattr(decoder, "norm") else decoder.ln_f
+    kept: list[Any] = []
+    norm.register_forward_pre_hook(lambda _module, args: kept.append(args[0]))
+    depth = model.config.get_text_config().num_hidden_layers
+    states = {}
+    for sample in samples:
+        kept.clear()
+        with torch.no_grad():
+            out = model(torch.from_numpy(sample.token_ids).long()[None], output_hidden_states=True, use_cache=False)
+        states[sample.id] = {i: (kept[0] if i == depth else out.hidden_states[i])[0] for i in layer_ids}
+    return states
+
+
+def worst_error(states: Any, reference: dict[str, dict[int, Any]]) -> dict[int, float]:
+    """Layer id -> largest relative L2 over the samples, of a store against `reference`."""
+    worst: dict[int, float] = {}
+    for one, layers in reference.items():
+        sample = states[states.index_of(one)]
+        for layer, want in layers.items():
+            have = sample.hidden[layer].float()
+            assert have.shape == want.shape
+            worst[layer] = max(worst.get(layer, 0.0), float((have - want).norm() / want.norm()))
+    return worst
+
+
+def capture(
+    engine: Any, samples: Sequence[Sample], folder: Path, layer_ids: Sequence[int] | None = None, **more: Any
+) -> CaptureResult:
+    """Run the engine's capture into a new store and close its manifest."""
+    folder.mkdir(exist_ok=True)
+    ids = tuple(layer_ids or engine.layer_ids)
+    dtype = engine.settings.dtype
+    identity = {"hash": content_hash("".join(sorted(s.id for s in samples)).encode())}
+    spec = StoreSpec(engine.settings.model.for_manifest(), ids, dtype, dtype, identity, engine.description)
+    write_store_manifest(folder, spec, "open")
+    options = {"shard_bytes": 2**18, "done": (), "progress": lambda _: None, "stop": threading.Event(), **more}
+    result = engine.capture([samples], folder, spec, **options)
+    write_store_manifest(folder, spec, "complete", shards=result.shards)
+    return result
+
+
+def eyas_process(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """The command line as a process of its own session, output to pipes."""
+    source = str(Path(__file__).parents[2] / "src")
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "eyas", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
+        start_new_session=True,
+    )
