@@ -24,7 +24,7 @@ from eyas.draft import Draft
 from eyas.draft_files import load_draft
 from eyas.embedded import resolve_model_path
 from eyas.engines.transformers import sensible_threads
-from eyas.errors import ContractError, StoreError
+from eyas.errors import ContractError, InputError, StoreError
 from eyas.manifest import differing_fields, made_by, now, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.prompts import PromptSet, load_prompts
@@ -115,6 +115,7 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     diagnose: bool | None = None,
+    engine: str = "transformers",
 ) -> dict[str, Any]:
     """Measure a draft's acceptance by real speculative decoding.
 
@@ -126,6 +127,7 @@ def evaluate(
         ngram_data: a state store or token dataset whose replies the n-gram baseline is counted on; default: the draft's own store.
         output: folder for `acceptance.json` and `acceptance.svg`.
         progress: called with (set, prompts done, prompts).
+        engine: `vllm` also serves the exported draft by real vLLM on the same prompts (greedy) and puts its figures beside ours.
         diagnose: hold the draft's store against the target; None: when the measured acceptance lies well below the simulated one.
 
     Returns:
@@ -135,6 +137,8 @@ def evaluate(
         StoreError: the draft is of another target. ContractError: greedy output differs from plain decoding (the first difference).
         InputError: prompts or model not readable.
     """
+    if engine not in ("transformers", "vllm"):
+        raise InputError(f"unknown engine {engine!r}", "--engine is transformers or vllm")
     folder = resolve_model_path(model_path)
     info = describe_model(folder, model_path, trust_remote_code=trust_remote_code)
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
@@ -148,12 +152,13 @@ def evaluate(
     tokenizer = load_tokenizer(model_path, trust_remote_code)
     end_ids = end_tokens(target.model, tokenizer)
     guessers = baseline_guessers(ngram_data or manifest.get("store", {}).get("path"))
+    sets = [load_prompts(spec, tokenizer, limit) for spec in prompts]
     results = []
-    for spec in prompts:
+    for one in sets:
         found = measure(
             target,
             model,
-            load_prompts(spec, tokenizer, limit),
+            one,
             chain=chain,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
@@ -165,7 +170,7 @@ def evaluate(
             progress=progress,
         )
         results.append(found)
-    report = {
+    report: dict[str, Any] = {
         "kind": "eyas.acceptance",
         "created": now(),
         "made_by": made_by(),
@@ -184,6 +189,17 @@ def evaluate(
         "sets": {r.name: r.summary(seed) for r in results},
         "overall": joined(results).summary(seed),
     }
+    if engine == "vllm":
+        from eyas.acceptance_vllm import measure_vllm
+
+        name = str(compute).removeprefix("torch.")
+        served = measure_vllm(draft, folder, sets, chain=chain, max_new_tokens=max_new_tokens, dtype=name)
+        for one_name, figures in served.items():
+            del figures["replies"]
+            figures["ratio_to_ours"] = round(
+                figures["acceptance_length"] / report["sets"][one_name]["acceptance_length"], 4
+            )
+        report["vllm"] = served
     report["diagnosis"] = explain(report, manifest, target, info, end_ids, diagnose)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)

@@ -174,6 +174,10 @@ def evaluate(
         int | None,
         typer.Option(help="How many prompts per set to decode plainly too (speed, lossless check). Default: all."),
     ] = None,
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(help="vllm: also serve the exported draft by real vLLM and put its acceptance beside ours."),
+    ] = "transformers",
     ngram_data: Annotated[Path | None, typer.Option(help="Store or dataset the n-gram baseline is counted on.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Where acceptance.json and acceptance.svg go.")] = None,
     diagnose: Annotated[
@@ -203,6 +207,7 @@ def evaluate(
             dtype=dtype,
             device=device,
             plain=plain,
+            engine=engine,
             ngram_data=ngram_data,
             output=output_dir or draft,
             trust_remote_code=trust_remote_code,

@@ -24,8 +24,8 @@ from eyas.preparation import prepare
 from eyas.train_console import TrainDisplay
 from eyas.verification import verify
 
-#: How long the demo trains; longer gives more (`benchmarks/acceptance_cpu.py`).
-TRAIN_SECONDS = 120
+#: Optimizer steps of the demo: a minute or two; more gives more (`benchmarks/acceptance_cpu.py`).
+TRAIN_STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
             folder / "narrow",
             lambda line: say(f"{next(stage)}/9  {line}"),
             progress=display.update,
-            seconds=TRAIN_SECONDS,
-            eval_every=100,
+            steps=TRAIN_STEPS,
+            eval_every=75,
         )
     finally:
         display.close()

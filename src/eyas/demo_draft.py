@@ -107,7 +107,7 @@ def narrow_domain_draft(
         [HELD_OUT],
         chain=RECIPE["chain"],
         max_new_tokens=max_new_tokens,
-        plain=4,
+        plain=3,
         limit=eval_problems,
         output=folder / "draft",
     )

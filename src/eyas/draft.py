@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import ContractError, InputError
-from eyas.losses import StepLoss, step_loss
+from eyas.losses import StepLoss, step_loss, teacher_rows
 from eyas.packing import Batch
 from eyas.ttt_attention import compile_piece, ttt_attention
 
@@ -213,16 +213,16 @@ class Draft(nn.Module):
         prepared = []
         for i, layer in enumerate(self.decoder_layers):
             attn, mlp = layer.self_attn, layer.mlp
-            qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])
-            w_e = qkv[:, : H if i == 0 else 0].to(dtype)
+            qkv = torch.cat([p.weight.to(dtype) for p in (attn.q_proj, attn.k_proj, attn.v_proj)])
+            w_e = qkv[:, : H if i == 0 else 0].contiguous()
             prepared.append(
                 LayerWeights(
                     w_e,
-                    (qkv[:, H:] if i == 0 else qkv).to(dtype),
+                    (qkv[:, H:] if i == 0 else qkv).contiguous(),
                     (layer.hidden_norm if i == 0 else layer.input_layernorm).weight,
                     attn.o_proj.weight.to(dtype),
                     layer.post_attention_layernorm.weight,
-                    torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
+                    torch.cat([mlp.gate_proj.weight.to(dtype), mlp.up_proj.weight.to(dtype)]),
                     mlp.down_proj.weight.to(dtype),
                 )
             )
@@ -335,8 +335,9 @@ class Draft(nn.Module):
         if teacher is None or divisors is None:
             raise TypeError("a loss needs the teacher's logits and the divisors")
         head = self.lm_head.weight.to(self.compute_dtype)
+        measured = teacher_rows(teacher, chunk, compiled=self.compiled)
         parts: list[StepLoss] = [
-            step_loss(x, head, teacher, targets, loss, chunk=chunk, compiled=self.compiled)
+            step_loss(x, head, measured, targets, loss, chunk=chunk, compiled=self.compiled)
             for x, targets in zip(self.chain(batch, len(batch.targets)), batch.targets, strict=True)
         ]
         losses = torch.stack([p.loss for p in parts])

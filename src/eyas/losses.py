@@ -39,37 +39,34 @@ class StepLoss(NamedTuple):
     alpha: Tensor
 
 
-def kl_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def kl_rows(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL per row and its gradient.
 
     Args:
-        z: [S, D] the draft's logits. t: [S, D] the target's.
+        log_q: [S, D] the draft's log-probabilities. log_p: [S, D] the target's, both fp32 (or fp64).
 
     Returns:
-        loss [S], d loss / d z [S, D], argmax agrees [S] bool, alpha [S]; the loss in fp32 (fp64 for fp64).
+        loss [S], its gradient with respect to the draft's logits [S, D], alpha [S].
     """
-    log_q, log_p = _log_softmax(z), _log_softmax(t)
     p, q = log_p.exp(), log_q.exp()
-    loss = (p * (log_p - log_q)).sum(-1)
-    return loss, q - p, z.argmax(-1) == t.argmax(-1), torch.minimum(p, q).sum(-1)
+    return (p * (log_p - log_q)).sum(-1), q - p, torch.minimum(p, q).sum(-1)
 
 
-def tv_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tv_rows(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Total variation per row and its gradient; arguments and results as in `kl_rows`."""
-    p, q = _log_softmax(t).exp(), _log_softmax(z).exp()
+    p, q = log_p.exp(), log_q.exp()
     alpha = torch.minimum(p, q).sum(-1)
-    return 1 - alpha, _tv_gradient(p, q), z.argmax(-1) == t.argmax(-1), alpha
+    return 1 - alpha, _tv_gradient(p, q), alpha
 
 
-def lk_rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def lk_rows(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The hybrid LK loss per row and its gradient; arguments and results as in `kl_rows`."""
-    log_q, log_p = _log_softmax(z), _log_softmax(t)
     p, q = log_p.exp(), log_q.exp()
     alpha = torch.minimum(p, q).sum(-1)
     share = torch.exp(-LK_ETA * alpha)
     loss = share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - alpha)
     gradient = share.unsqueeze(-1) * (q - p) + (1 - share).unsqueeze(-1) * _tv_gradient(p, q)
-    return loss, gradient, z.argmax(-1) == t.argmax(-1), alpha
+    return loss, gradient, alpha
 
 
 def _tv_gradient(p: Tensor, q: Tensor) -> Tensor:
@@ -78,28 +75,44 @@ def _tv_gradient(p: Tensor, q: Tensor) -> Tensor:
     return q * ((q * lower).sum(-1, keepdim=True) - lower)
 
 
-def _log_softmax(x: Tensor) -> Tensor:
-    return torch.log_softmax(x, -1, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+LossRows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+LOSSES: dict[str, LossRows] = {"kl": kl_rows, "tv": tv_rows, "lk": lk_rows}
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]] = {
-    "kl": kl_rows,
-    "tv": tv_rows,
-    "lk": lk_rows,
-}
-
-
-def loss_rows(name: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
+def loss_rows(name: str) -> LossRows:
     """The loss called `name`. Raises InputError for an unknown one, listing those there are."""
     if name not in LOSSES:
         raise InputError(f"unknown loss {name!r}", f"--loss is one of {', '.join(LOSSES)}")
     return LOSSES[name]
 
 
+class TeacherRows(NamedTuple):
+    """The target's logits over the draft vocabulary [R, D], with what every step needs of them: log-sum-exp [R] and argmax [R]."""
+
+    logits: Tensor
+    lse: Tensor
+    best: Tensor
+
+
+def teacher_rows(logits: Tensor, chunk: int = 2048, *, compiled: bool = False) -> TeacherRows:
+    """Measure the teacher's rows once for all steps; logits [R, D] in the compute dtype, sums in fp32 (fp64 for fp64)."""
+    measure = compile_piece(_measure) if compiled else _measure
+    parts = [measure(part) for part in logits.split(chunk)]
+    return TeacherRows(logits, torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+
+def _measure(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.logsumexp(logits.to(_wide(logits)), -1), logits.argmax(-1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def step_loss(
     x: Tensor,
     head: Tensor,
-    teacher: Tensor,
+    teacher: TeacherRows,
     targets: StepTargets,
     loss: str = "kl",
     *,
@@ -110,7 +123,7 @@ def step_loss(
 
     Args:
         x: [R, H], the draft's normed output rows. head: [D, H] the draft's head.
-        teacher: [R, D] the target's logits over the draft vocabulary, of the same rows' tokens.
+        teacher: the target's logits for the same rows' tokens, from `teacher_rows`.
         targets: which rows learn from which states. loss: `kl`, `tv` or `lk`.
         chunk: rows at a time. compiled: fuse the row-wise part with torch.compile.
 
@@ -125,12 +138,16 @@ def step_loss(
 def _weighted_rows(loss: str) -> Callable[..., Any]:
     rows = loss_rows(loss)
 
-    def weighted(z: Tensor, teacher: Tensor, states: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        losses, gradient, agrees, alpha = rows(z, teacher[states])
+    def weighted(
+        z: Tensor, teacher: Tensor, lse: Tensor, best: Tensor, states: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        log_q = torch.log_softmax(z, -1, dtype=lse.dtype)
+        log_p = teacher[states].to(lse.dtype) - lse[states].unsqueeze(-1)
+        losses, gradient, alpha = rows(log_q, log_p)
         return (
             (losses * weights).sum(),
             (gradient * weights.unsqueeze(-1)).to(z.dtype),
-            (agrees * weights).sum(),
+            ((z.argmax(-1) == best[states]) * weights).sum(),
             (alpha * weights).sum(),
         )
 
@@ -146,7 +163,7 @@ class _StepLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, head, teacher, targets, rows, chunk):  # type: ignore[override]
         want_x, want_head = ctx.needs_input_grad[:2]
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = _wide(x)
         sums = torch.zeros(3, dtype=wide, device=x.device)
         grad_x = torch.zeros_like(x) if want_x else None
         grad_head = torch.zeros_like(head, dtype=wide) if want_head else None
@@ -155,11 +172,12 @@ class _StepLoss(torch.autograd.Function):
             index = targets.rows[at]
             x_chunk = x[index]
             loss, grad_z, correct, alpha = rows(
-                x_chunk @ head.T, teacher, targets.states[at], targets.weights[at].to(wide)
+                x_chunk @ head.T, *teacher, targets.states[at], targets.weights[at].to(wide)
             )
             sums += torch.stack([loss, correct, alpha])
             if grad_x is not None:
-                grad_x.index_add_(0, index, grad_z @ head)  # padding rows add zero to row 0
+                real = max(0, min(chunk, targets.count - start))  # the others are padding
+                grad_x.index_copy_(0, index[:real], (grad_z @ head)[:real])
             if grad_head is not None:
                 grad_head += grad_z.T @ x_chunk
         ctx.save_for_backward(grad_x, grad_head)

@@ -141,6 +141,12 @@ def show_acceptance(report: dict[str, Any]) -> None:
         out.print(equal + (f", {len(overall['ties'])} part at a tie:" if overall["ties"] else ""))
         for tie in overall["ties"][:5]:
             out.print(f"  {tie}")
+    for name, served in report.get("vllm", {}).items():
+        places = " ".join(f"{100 * x:.0f}" for x in served["by_position"])
+        out.print(
+            f"vLLM on {name}: acceptance length {served['acceptance_length']:.2f} ({served['ratio_to_ours']:.3f} of ours), "
+            f"by position {places} %, {served['tokens_per_second']:.1f} tok/s"
+        )
     diagnosis = report["diagnosis"]
     out.print(diagnosis["verdict"])
     for check in diagnosis["checks"]:

@@ -1,0 +1,95 @@
+"""A draft exported for vLLM, loaded and drafting in a real vLLM on the CPU: its acceptance is ours."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm]
+TESTS = Path(__file__).parents[1]
+
+# In a process of its own: vLLM starts workers and keeps settings for the life of a process.
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from eyas.acceptance_vllm import measure_vllm
+from eyas.prompts import PromptSet
+
+if __name__ == "__main__":
+    draft, target, prompts, out = sys.argv[1:]
+    found = measure_vllm(draft, Path(target), [PromptSet("mine", json.loads(prompts))], chain=3, max_new_tokens=24)
+    Path(out).write_text(json.dumps(found["mine"]))
+"""
+
+
+def test_vllm_accepts_what_our_loop_accepts(tmp_path):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from eyas.draft import Draft
+    from eyas.draft_files import draft_weights, save_draft
+    from eyas.draft_setup import choose_vocabulary, derive_config, initialise
+    from eyas.model_files import describe_model
+    from eyas.speculation import Target, decode
+    from eyas.teacher import load_target_parts
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=128, initializer_range=0.2, eos_token_id=127,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+    target = tmp_path / "target"
+    model.save_pretrained(target)
+    info = describe_model(target)
+    parts = load_target_parts(info)
+    counts = np.ones(128, np.int64)
+    counts[::9] = 0
+    draft = Draft(derive_config(info, (1, 3, 5), 112))
+    # A scale that is not one, so that the folded fc is put to the test.
+    initialise(draft, parts, choose_vocabulary(counts, 112, "hash"), 0.5 + torch.rand(3 * 128), zero_down=False)
+    save_draft(tmp_path / "draft", draft.config, draft_weights(draft), target=info.for_manifest(), dataset_hash="hash")
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 120, int(n)).tolist() for n in rng.integers(4, 12, 12)]
+    traces, _ = decode(Target(model, (1, 3, 5)), draft, prompts, k=3, max_new_tokens=24, end_ids=[127])
+    rounds = sum(len(t.emitted) for t in traces)
+    length = sum(sum(t.emitted) for t in traces) / rounds
+
+    script = tmp_path / "serve.py"
+    script.write_text(SCRIPT)
+    path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    command = [
+        sys.executable,
+        str(script),
+        str(tmp_path / "draft"),
+        str(target),
+        json.dumps(prompts),
+        str(tmp_path / "out.json"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    served = json.loads((tmp_path / "out.json").read_text())
+    assert served["replies"] == [t.tokens for t in traces]
+    assert 1.05 < length < 3.9
+    # vLLM also counts guesses accepted behind the end of a reply: the last round of a reply may differ, no other.
+    accepted = np.array([a for t in traces for a in t.accepted])
+    assert served["rounds"] == pytest.approx(rounds, abs=len(prompts))
+    assert served["by_position"][0] == pytest.approx((accepted > 0).mean(), abs=0.05)
+    assert served["acceptance_length"] == pytest.approx(length, rel=0.08)
