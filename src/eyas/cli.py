@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas import cli_data, cli_gates, cli_runs, cli_train
+from eyas.config_file import expand_config
 from eyas.errors import EXIT_INTERRUPTED, EyasError
 
 if TYPE_CHECKING:
     from eyas.engines.base import Progress
     from eyas.preflight import Check
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+EPILOG = "Any command takes --config FILE.yaml: flags without their dashes, and values; what is typed wins."
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, epilog=EPILOG
+)
 
 
 class Dtype(str, Enum):
@@ -269,8 +274,8 @@ def main(arguments: list[str] | None = None) -> Any:
     # Before torch is loaded: on a shared machine, OpenMP threads that spin while they wait made two threads up to eight times
     # slower than one (measured); sleeping ones cost next to nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    cli_runs.typed[:] = sys.argv[1:] if arguments is None else arguments
     try:
+        cli_runs.typed[:] = expand_config(sys.argv[1:] if arguments is None else arguments)
         app(spread_lists(cli_runs.typed), prog_name="eyas")
     except EyasError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
