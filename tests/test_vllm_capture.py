@@ -1,0 +1,219 @@
+"""One rank's capture, fed by hand with engine steps: splitting, chunks, preemption, ownership, what is refused. No engine needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eyas.dataset import Sample
+from eyas.engines.vllm import VllmSettings, engine_arguments, thread_binding
+from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
+from eyas.errors import ContractError, InputError
+from eyas.extraction import ExtractSettings, in_share
+from eyas.rehearsal import shallow_config, shallow_ids
+from eyas.shard_writer import ShardWriter
+from eyas.store import StoreSpec, open_states, write_store_manifest
+from eyas.trace import HOPS, first_bad, hop_table, read_hops
+
+H = 8
+LAYERS = (3, 1)
+SPEC = StoreSpec({"hidden_size": H, "num_layers": 4}, LAYERS, "float32", "float32", {"hash": "x"})
+
+
+def sample(length: int, seed: int) -> Sample:
+    random = np.random.default_rng(seed)
+    return Sample.of(random.integers(1, 1000, length), (random.random(length) > 0.5).astype(int))
+
+
+def states_of(token_ids: np.ndarray, layer: int) -> torch.Tensor:
+    """A state that tells its token, position and layer: what is written can be compared with what it must be."""
+    rows = torch.from_numpy(token_ids.astype(np.float32))[:, None] * torch.arange(1, H + 1) + layer * 0.5
+    return rows + torch.arange(len(token_ids))[:, None] * 1e-3
+
+
+class Engine:
+    """Schedules by hand: `run([(sample, from, to), ...])` is one engine step with these rows in this order."""
+
+    def __init__(self, folder: Path, owner: int = 0, owners: int = 1, trace: Path | None = None):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        writer = ShardWriter(folder, SPEC, f"r{owner:03d}", shard_bytes=2**14)
+        self.capture = Capture(
+            writer,
+            layer_ids=LAYERS,
+            hidden_size=H,
+            dtype="float32",
+            rank=owner,
+            owner=owner,
+            owners=owners,
+            device=torch.device("cpu"),
+            where="model",
+            trace=trace,
+            trace_steps=2,
+        )
+        writer._on_shard = self.capture.record_shard
+        self.begun: set[str] = set()
+
+    def run(self, parts: list[tuple[Sample, int, int]], padding: int = 3, ids_of: list[Sample] | None = None) -> None:
+        for one, _, _ in parts:
+            if one.id not in self.begun:
+                extra = {"id": one.id, "mask": mask_to_runs(one.loss_mask)}
+                self.capture.begin(one.id, one.token_ids.tolist(), extra)
+                self.begun.add(one.id)
+        aux = [torch.cat([states_of(one.token_ids, k)[a:b] for one, a, b in parts]) for k in sorted(LAYERS)]
+        aux = [torch.cat([rows, torch.full((padding, H), float("nan"))]) for rows in aux]
+        shown = [(ids_of[i] if ids_of else one, a, b) for i, (one, a, b) in enumerate(parts)]
+        ids = torch.cat([torch.from_numpy(one.token_ids[a:b]) for one, a, b in shown])
+        self.capture.step(
+            Step([p[0].id for p in parts], [b - a for _, a, b in parts], {p[0].id: p[1] for p in parts}, aux, ids)
+        )
+
+    def finish(self) -> dict[str, int]:
+        totals = self.capture.close()
+        write_store_manifest(self.folder, SPEC, "complete", shards=self.capture.writer.shards)
+        return totals
+
+
+def assert_right(folder: Path, samples: list[Sample]) -> None:
+    states = open_states(folder)
+    assert sorted(states.ids) == sorted(s.id for s in samples)
+    for one in samples:
+        read = states[states.index_of(one.id)]
+        assert read.loss_mask.tolist() == one.loss_mask.tolist()
+        for layer in LAYERS:
+            assert torch.equal(read.hidden[layer], states_of(one.token_ids, layer))
+
+
+def test_chunks_batches_and_padding(tmp_path: Path) -> None:
+    a, b, c = sample(10, 1), sample(7, 2), sample(1, 3)
+    engine = Engine(tmp_path / "s")
+    engine.run([(a, 0, 4)])
+    engine.run([(b, 0, 2), (c, 0, 1), (a, 4, 9)])
+    engine.run([(a, 9, 10), (b, 2, 7)])
+    assert engine.finish()["samples"] == 3
+    assert_right(tmp_path / "s", [a, b, c])
+
+
+def test_a_preempted_request_begins_anew(tmp_path: Path) -> None:
+    a, b = sample(10, 1), sample(6, 2)
+    engine = Engine(tmp_path / "s")
+    engine.run([(a, 0, 6)])
+    engine.run([(b, 0, 6), (a, 0, 3)])  # a lost what it had
+    engine.run([(a, 3, 10)])
+    engine.finish()
+    assert_right(tmp_path / "s", [a, b])
+
+
+def test_an_aborted_request_leaves_no_trace(tmp_path: Path) -> None:
+    a, b = sample(10, 1), sample(6, 2)
+    engine = Engine(tmp_path / "s")
+    engine.run([(a, 0, 6), (b, 0, 6)])
+    engine.capture.finish([a.id])
+    engine.finish()
+    assert_right(tmp_path / "s", [b])
+
+
+def test_every_sample_has_one_owner(tmp_path: Path) -> None:
+    samples = [sample(5, seed) for seed in range(40)]
+    for rank in range(3):
+        engine = Engine(tmp_path / f"r{rank}", rank, 3)
+        for one in samples:
+            engine.run([(one, 0, 5)])
+        engine.finish()
+        assert_right(tmp_path / f"r{rank}", [s for s in samples if owner_of(s.id, 3) == rank])
+    assert {owner_of(s.id, 3) for s in samples} == {0, 1, 2}
+
+
+def test_skipped_tokens_are_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "s")
+    with pytest.raises(ContractError, match=r"skipped 4 tokens .*F3"):
+        engine.run([(sample(10, 1), 4, 10)])
+
+
+def test_rows_of_another_request_are_refused(tmp_path: Path) -> None:
+    a, b = sample(6, 1), sample(6, 2)
+    engine = Engine(tmp_path / "s")
+    with pytest.raises(ContractError, match="F2"):
+        engine.run([(a, 0, 6), (b, 0, 6)], ids_of=[b, a])
+
+
+def test_a_prompt_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
+    one = sample(6, 1)
+    engine = Engine(tmp_path / "s")
+    with pytest.raises(ContractError, match="hash to"):
+        engine.capture.begin("r", one.token_ids[::-1].tolist(), {"id": one.id, "mask": mask_to_runs(one.loss_mask)})
+
+
+def test_trace_has_every_hop_of_every_layer_and_names_no_fault(tmp_path: Path) -> None:
+    one = sample(6, 1)
+    engine = Engine(tmp_path / "s", trace=tmp_path / "s" / "trace-r000.jsonl")
+    engine.run([(one, 0, 6)])
+    engine.finish()
+    hops = read_hops(tmp_path / "s")
+    assert {(h.hop, h.layer) for h in hops} == {(hop, layer) for hop in HOPS for layer in LAYERS}
+    assert first_bad(hops) is None
+    norms = {h.norm for h in hops if h.layer == 3}
+    assert max(norms) == pytest.approx(min(norms))
+    assert ">>" not in hop_table(hops)
+
+
+def test_read_hops_names_the_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "trace-r000.jsonl").write_text(json.dumps({"hop": "shard"}) + "\n")
+    with pytest.raises(InputError, match=r"trace-r000.jsonl:1"):
+        read_hops(tmp_path)
+
+
+def test_masks_travel_as_runs() -> None:
+    random = np.random.default_rng(0)
+    for length in (1, 2, 17, 300):
+        mask = (random.random(length) > 0.5).astype(np.uint8)
+        assert runs_to_mask(mask_to_runs(mask), length).tolist() == mask.tolist()
+
+
+def test_thread_binding_gives_every_rank_a_core() -> None:
+    assert thread_binding(1, [0, 1]) == "0,1"
+    assert thread_binding(2, [0, 1]) == "0|1"
+    assert thread_binding(3, [0, 1]) == "0|1|0"
+    assert thread_binding(2, [4, 5, 6]) == "4,6|5"
+
+
+def test_shares_divide_a_dataset_and_ranks_divide_each_share() -> None:
+    ids = [sample(4, seed).id for seed in range(200)]
+    assert sum(in_share(one, (part, 2)) for one in ids for part in range(2)) == len(ids)
+    mine = [one for one in ids if in_share(one, (0, 2))]
+    assert min(sum(owner_of(one, 2) == rank for one in mine) for rank in range(2)) > len(mine) // 4
+    with pytest.raises(InputError, match="i/n"):
+        _ = ExtractSettings(model_path="m", prepared_data="d", output_dir="o", shard="2/2").replica
+
+
+def test_the_engine_is_told_the_layers_in_its_hashed_configuration(tiny_model, tmp_path: Path) -> None:
+    from eyas.model_files import describe_model
+
+    settings = VllmSettings(describe_model(tiny_model("llama")))
+    one, other = (engine_arguments(settings, ids, tmp_path, gpu=True) for ids in ([2, 4], [1, 4]))
+    assert one["additional_config"] != other["additional_config"]
+    assert one["enable_prefix_caching"] is False
+    assert one["enforce_eager"] is False  # compile and CUDA graphs stay on
+
+
+def test_a_shallow_copy_tells_the_ids_apart() -> None:
+    assert shallow_ids([2, 30, 58, 60, 61], 61) == ({2: 1, 30: 2, 58: 3, 60: 4, 61: 5}, 5)
+    assert shallow_ids([0, 4], 4) == ({0: 0, 4: 2}, 2)
+    deep = {
+        "num_hidden_layers": 6,
+        "layer_types": ["a", "a", "a", "a", "a", "b"],
+        "first_k_dense_replace": 3,
+        "hidden_size": 8,
+    }
+    shallow = shallow_config({"text_config": deep, "vision_config": {"num_hidden_layers": 9}}, 3)
+    assert shallow["text_config"] == {
+        "num_hidden_layers": 3,
+        "layer_types": ["a", "a", "b"],
+        "first_k_dense_replace": 1,
+        "hidden_size": 8,
+    }
+    assert shallow["vision_config"] == {"num_hidden_layers": 9}
