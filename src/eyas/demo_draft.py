@@ -52,7 +52,7 @@ def narrow_domain_draft(
     *,
     problems: int = 160,
     max_new_tokens: int = 160,
-    eval_problems: int = 20,
+    eval_problems: int = 12,
     progress: Callable[[dict[str, Any]], None] | None = None,
     **training: Any,
 ) -> DraftDemo:
