@@ -231,6 +231,9 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> di
         # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    if settings.executor == "ray":
+        # The older Ray executor calls the model runner behind the worker's back: nothing would be captured.
+        values["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
     for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         values[name] = os.environ.get(name, value)
     if not gpu:

@@ -114,7 +114,9 @@ class CaptureWorker(PlatformWorker):
             )
         model.set_aux_hidden_state_layers(tuple(self._asked_of_model()))
         self._reserve_pipeline_slots(model)
-        self.model_runner.use_aux_hidden_state_outputs = True
+        from vllm.distributed.parallel_state import get_pp_group
+
+        self.model_runner.use_aux_hidden_state_outputs = get_pp_group().is_last_rank
 
     def _asked_of_model(self) -> list[int]:
         """Ids that the model's own code can return; id 0 of models whose code adds a missing residual is made by `_embedding`."""
@@ -137,12 +139,13 @@ class CaptureWorker(PlatformWorker):
             )
         eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
         handler = getattr(self.model_runner, "pp_handler", None)
-        if handler is None:
+        if handler is not None:
+            handler.configure_aux_hidden_state_relay(model)
+        elif self.parallel_config.pipeline_parallel_size > 2:
             raise ContractError(
-                "pipeline stages pass auxiliary states on only with vLLM's model runner V2",
-                "set VLLM_USE_V2_MODEL_RUNNER=1, or use --pp-size 1",
+                "stages between the first and the last pass auxiliary states on only with vLLM's model runner V2",
+                "set VLLM_USE_V2_MODEL_RUNNER=1, or use --pp-size 1 or 2",
             )
-        handler.configure_aux_hidden_state_relay(model)
 
     def _shown_path(self) -> str:
         names = " -> ".join(type(module).__name__ for _, module in self._path)
