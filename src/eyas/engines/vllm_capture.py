@@ -324,7 +324,9 @@ class Capture:
         compute = torch.cuda.current_stream(self.device)
         gather = _gatherer(segments, self.device)
         staged = [gather(states) for states in step.aux]
-        norms = torch.stack([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in staged])
+        # The writer's norms are in the order asked, the model's layers ascending.
+        asked = [staged[self.ascending.index(layer)] for layer in self.writer.spec.layer_ids]
+        norms = torch.stack([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in asked])
         ids = None if step.input_ids is None else gather(step.input_ids)
         host_norms = torch.empty(norms.shape, dtype=torch.float32, pin_memory=True)
         host_ids = None if ids is None else torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
