@@ -1,0 +1,198 @@
+"""Runs with a real vLLM, two tensor-parallel ranks on the CPU: what the ranks say, hanging, killing, stopping, resuming."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import eyas_command, eyas_environment, write_token_rows
+
+from eyas import runs, stopping
+from eyas.loglines import Wanted, first_causes, read_lines
+from eyas.processes import SHM, Mark, is_alive, processes_of_run, recorded_processes, recorded_shm
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc"),
+]
+
+#: Loads an engine with two ranks inside a run, then lets rank 1 die in the way its argument names.
+DYING = """
+import sys
+from pathlib import Path
+from eyas import runs
+from eyas.engines.vllm import VllmEngine, VllmSettings
+from eyas.model_files import describe_model
+
+if __name__ == "__main__":
+    with runs.start("extract", log_level="debug"):
+        settings = VllmSettings(
+            describe_model(Path(sys.argv[1])), dtype="float32", tp_size=2, max_seq_len=64, worker_cls="dying_worker.DyingWorker"
+        )
+        engine = VllmEngine(settings)
+        try:
+            engine.load([1, 2])
+            engine._rpc(sys.argv[2], 1)
+        finally:
+            engine.close()
+"""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EYAS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    return tmp_path / "state"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that vLLM's CPU kernels run (heads of 32)."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.08)
+    model.save_pretrained(folder)
+    return folder
+
+
+def wait_for(what: Callable[[], object], seconds: float = 180.0) -> object:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def eyas(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        eyas_command(*arguments), capture_output=True, text=True, timeout=400, env=eyas_environment(), check=False
+    )
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def in_bulk(run: str) -> runs.RunView | None:
+    view = runs.find(run)
+    assert not view.ended, eyas("runs", "logs", run)
+    return view if view.progress.get("samples", 0) > 0 else None
+
+
+def everyone(view: runs.RunView) -> list[Mark]:
+    return processes_of_run(view.id, view.folder, [view.driver] if view.driver else [])
+
+
+def rank_mark(view: runs.RunView, rank: int) -> Mark:
+    return next(Mark.from_json(record) for record in recorded_processes(view.folder) if record["rank"] == rank)
+
+
+def segments_left(view: runs.RunView) -> list[str]:
+    return [name for name in recorded_shm(view.folder) if (SHM / name).exists()]
+
+
+def test_hung_rank_reported_then_stopped_then_driver_killed_then_resumed_to_the_end(state, tmp_path, model):
+    rows = write_token_rows(tmp_path / "rows.jsonl", [64] * 3000)
+    flags = [
+        "extract", "--engine", "vllm", "--tp-size", "2", "--model-path", str(model), "--prepared-data", str(rows),
+        "--output-dir", str(tmp_path / "out"), "--layer-ids", "1", "2", "--batch-size", "4", "--shard-size", "2",
+    ]  # fmt: skip
+    first = eyas(*flags, "--detach", "--stall-after", "4", "--log-level", "debug").split()[0]
+    view = wait_for(lambda: in_bulk(first))
+    # Every process has its own files, by rank; what C++ in a rank prints (gloo) is among it.
+    names = {path.name.split("-")[0] for path in (view.folder / "logs").iterdir()}
+    assert {"driver", "engine", "rank0", "rank1"} <= names
+    assert [line for line in read_lines(view.folder, Wanted(ranks=(1,))) if line.stream == "stdout"]
+    assert segments_left(view)
+
+    # A rank that is stopped: the watchdog says so, with the stack of every process, and `stop` still ends everything.
+    os.kill(rank_mark(view, 1).pid, signal.SIGSTOP)
+    wait_for(lambda: runs.find(first).state == "stalled", 60)
+    wait_for(lambda: len({path.name.split("-")[0] for path in view.folder.glob("logs/*.stack.jsonl")}) >= 4, 60)
+    stacks = {line.who: line.text for line in read_lines(view.folder, Wanted(grep="^stack"))}
+    assert "state T (stopped)" in stacks["rank 1"]
+    assert "vllm" in stacks["rank 0"]
+    marks = everyone(view)
+    assert len(marks) >= 4
+    said = eyas("runs", "stop", first, "--grace", "2")
+    assert "processes: none lives" in said
+    assert "shared memory: no segment left" in said
+    assert [mark for mark in marks if is_alive(mark)] == []
+    assert segments_left(view) == []
+    assert runs.find(first).state == "killed"
+
+    # The driver killed hard: everything else ends by itself, and nothing stays.
+    second = eyas("runs", "resume", first, "--detach").split()[0]
+    view = wait_for(lambda: in_bulk(second))
+    marks = everyone(view)
+    os.kill(view.driver.pid, signal.SIGKILL)
+    wait_for(lambda: not any(is_alive(mark) for mark in marks), 60)
+    assert runs.find(second).state == "lost"
+    wait_for(lambda: not segments_left(view), 30)
+    eyas("runs", "clean", second, "--yes")
+    assert stopping.leftovers([runs.find(second)]) == []
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+    done = eyas("runs", "resume", second)
+    assert "3000 of 3000" in done
+    view = runs.list_runs()[0]
+    assert (view.state, view.record["resumes"]) == ("finished", second)
+    wait_for(lambda: not segments_left(view), 30)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["totals"]["samples"] == 3000
+
+
+def run_dying(tmp_path: Path, model: Path, how: str) -> tuple[subprocess.CompletedProcess[str], runs.RunView]:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    path = os.pathsep.join([str(Path(__file__).parent), eyas_environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), how],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=eyas_environment(PYTHONPATH=path),
+        check=False,
+    )
+    (view,) = runs.list_runs()
+    return done, view
+
+
+def test_last_words_of_a_rank_that_exits_hard_are_in_the_log(state, tmp_path, model):
+    done, view = run_dying(tmp_path, model, "die")
+    assert done.returncode != 0
+    assert view.state == "failed"
+    (line,) = read_lines(view.folder, Wanted(ranks=(1,), grep="last words of rank"))
+    assert (line.text, line.level, line.stream) == ("last words of rank 1", "debug", "log")
+    (line,) = read_lines(view.folder, Wanted(ranks=(1,), grep="last words in C"))
+    assert (line.text, line.stream) == ("last words in C of 1, no newline", "stdout")
+    wait_for(lambda: not everyone(view), 30)
+    wait_for(lambda: not segments_left(view), 30)
+
+
+def test_a_native_crash_of_a_rank_reaches_the_terminal_with_its_name(state, tmp_path, model):
+    done, view = run_dying(tmp_path, model, "crash")
+    assert done.returncode != 0
+    assert "first cause, rank 1" in done.stderr
+    assert "Segmentation fault" in done.stderr
+    assert "dying_worker.py" in done.stderr
+    assert first_causes(view.folder)[0].who == "rank 1"
+    wait_for(lambda: not everyone(view), 30)
+    wait_for(lambda: not segments_left(view), 30)
