@@ -23,7 +23,7 @@ _PRINTED_LEVEL = re.compile(r"^(?:\([^)]*\)\s*|\[[^\]]*\]:?\s*)*(DEBUG|INFO|WARN
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 #: Ends of native code, as glibc, CPython's faulthandler, C++ and the CUDA libraries print them.
 _NATIVE_END = re.compile(
-    r"Fatal Python error|terminate called after|Segmentation fault|\*\*\* stack smashing|malloc\(\)|free\(\)|double free|"
+    r"Fatal Python error|terminate called after|Segmentation fault|Segfault encountered|\*\*\* stack smashing|malloc\(\)|free\(\)|double free|"
     r"CUDA error|NCCL (?:WARN|error)|Out of memory|illegal memory access"
 )
 _TRACEBACK = "Traceback (most recent call last):"
@@ -276,7 +276,7 @@ def _causes_in(lines: list[Line]) -> list[Cause]:
             start = line.time
             while (
                 at < len(lines)
-                and len(block) < 60
+                and len(block) < 120
                 and lines[at].time - start < 1.0
                 and _TRACEBACK not in lines[at].text
             ):

@@ -185,6 +185,7 @@ def attach_process(role: str = "process", rank: int | None = None, *, force_stre
     if _state.get("pid") == os.getpid():
         with _naming:
             _rename(role, rank)
+        _dump_on_crash()
         return True
     _attach(Path(folder), role, rank, force_streams)
     return True
@@ -465,10 +466,7 @@ def _rename(role: str, rank: int | None) -> None:
 
 def _install_crash_hooks() -> None:
     """Uncaught exceptions become records; native crashes and SIGUSR1 (the watchdog's question) dump every thread's stack to stderr."""
-    with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):  # stderr is closed
-        faulthandler.enable(file=2, all_threads=True)
-        if LINUX:
-            faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+    _dump_on_crash()
     if "hooked" in _hooks:
         return
     _hooks.add("hooked")
@@ -496,6 +494,16 @@ def _install_crash_hooks() -> None:
 
 
 _hooks: set[str] = set()
+
+
+def _dump_on_crash() -> None:
+    # Off and on again: the last to install a handler is asked first, and calls the one before it. A library that has put its own
+    # in place since (it shows C frames only) still gets its turn, after the Python stack.
+    with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):  # stderr is closed
+        faulthandler.disable()
+        faulthandler.enable(file=2, all_threads=True)
+        if LINUX:
+            faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
 
 
 def _goodbye() -> None:
