@@ -58,15 +58,15 @@ def settings(
     ] = None,
 ) -> None:
     """Set up before any command."""
-    from eyas import logs
+    from eyas import log_records
 
     try:
-        level = logs.level_number(log_level or "warning")
+        level = log_records.level_number(log_level or "warning")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--log-level") from None
     if log_level:
-        os.environ[logs.LEVEL_VARIABLE] = log_level
-    logs.log_to_terminal(level)
+        os.environ[log_records.LEVEL_VARIABLE] = log_level
+    log_records.log_to_terminal(level)
 
 
 app.command()(cli_data.prepare)

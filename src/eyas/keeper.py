@@ -33,7 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eyas.logs import RecordWriter, keeper_address, level_number, same_user
+from eyas.log_records import RecordWriter, level_number, speaker
+from eyas.logs import keeper_address, same_user
 from eyas.processes import (
     SHM,
     Mark,
@@ -436,9 +437,7 @@ def main() -> int:
         folder / "logs" / f"keeper-{host_name()}-{os.getpid()}.log.jsonl",
         os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
     )
-    from eyas import logs
-
-    logs._state.update(role="keeper", rank=None)
+    speaker.update(role="keeper")
     own = logging.getLogger("eyas")
     own.addHandler(RecordWriter(descriptor))
     own.setLevel(level_number(None))

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from eyas.logs import LEVELS
+from eyas.log_records import LEVELS
 
 #: Level words that libraries put at the start of a printed line: `WARNING 11-30 ...`, `(EngineCore pid=3) ERROR ...`, `[rank0]:E...`.
 _PRINTED_LEVEL = re.compile(r"^(?:\([^)]*\)\s*|\[[^\]]*\]:?\s*)*(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")

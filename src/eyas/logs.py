@@ -35,135 +35,19 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
+from eyas.log_records import install_writer, remove_writer, set_terminal, speaker
+
 RUN_DIR_VARIABLE = "EYAS_RUN_DIR"
-LEVEL_VARIABLE = "EYAS_LOG_LEVEL"
 #: `device:inode` of the pipes that belong to the run: a child takes over a stream only when it is one of these.
 STREAMS_VARIABLE = "EYAS_STREAMS"
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[ABCDEFGHJKSThl]")
 _STARTUP = str(Path(__file__).resolve().parent / "startup")
 LINUX = sys.platform.startswith("linux")
 
 _state: dict[str, Any] = {}  # of this process: folder, pid, role, rank, connection, pipes; empty when not attached
-
-
-def level_number(name: str | None) -> int:
-    """`debug` -> 10 ... ; None or empty: `EYAS_LOG_LEVEL`, else info. Raises ValueError on an unknown name."""
-    name = (name or os.environ.get(LEVEL_VARIABLE) or "info").lower()
-    if name == "warn":
-        name = "warning"
-    if name not in LEVELS:
-        raise ValueError(f"log level {name!r}; expected one of {', '.join(LEVELS)}")
-    return LEVELS[name]
-
-
-class EyasLogger(logging.Logger):
-    """Loggers named `eyas...`: heard at the level asked for this run, whatever level a library sets, now or later.
-
-    `logging.disable(...)` and `dictConfig` with its default `disable_existing_loggers` silence ordinary loggers; not these.
-    """
-
-    threshold = logging.INFO
-
-    def __new__(cls, name: str, level: int = logging.NOTSET) -> Any:
-        if name == "eyas" or name.startswith("eyas."):
-            return super().__new__(cls)
-        return _plain_logger(name, level)
-
-    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the standard library's name
-        return level >= EyasLogger.threshold
-
-    def getEffectiveLevel(self) -> int:  # noqa: N802
-        return EyasLogger.threshold
-
-    def handle(self, record: logging.LogRecord) -> None:
-        self.disabled = False
-        super().handle(record)
-
-
-_plain_logger: Any = logging.Logger
-
-
-def _use_own_loggers() -> None:
-    global _plain_logger
-    current = logging.getLoggerClass()
-    if current is not EyasLogger:
-        _plain_logger = current
-        logging.setLoggerClass(EyasLogger)
-    for name, logger in list(logging.Logger.manager.loggerDict.items()):
-        if isinstance(logger, logging.Logger) and (name == "eyas" or name.startswith("eyas.")):
-            logger.__class__ = EyasLogger
-
-
-class RecordWriter(logging.Handler):
-    """Appends each record as one JSON line, with one system call and no buffer of its own."""
-
-    def __init__(self, descriptor: int):
-        super().__init__(logging.NOTSET)
-        self.descriptor = descriptor
-        self.lost = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        data: dict[str, Any] = {
-            "time": round(record.created, 6),
-            "level": record.levelname.lower(),
-            "role": _state.get("role", "process"),
-            "rank": _state.get("rank"),
-            "pid": os.getpid(),
-            "logger": record.name,
-        }
-        try:
-            data["text"] = record.getMessage()
-        except (TypeError, ValueError) as error:
-            data["text"] = f"{record.msg!r} with arguments {record.args!r} ({error})"
-        if record.exc_info and record.exc_info[0] is not None:
-            data["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        if record.threadName not in (None, "MainThread"):
-            data["thread"] = record.threadName
-        try:
-            os.write(self.descriptor, (json.dumps(data, ensure_ascii=False) + "\n").encode(errors="replace"))
-        except OSError:
-            self.lost += 1  # a full disk must not end the run because of a log line; `detach` reports the count
-
-
-def terminal() -> Any:
-    """The user's stderr, past the log: for what the log holds already."""
-    return _state.get("plain_stderr") or sys.stderr
-
-
-class TerminalHandler(logging.StreamHandler):
-    """eyas's own lines for the user. In a run straight to the terminal: the log has the record already."""
-
-    @property
-    def stream(self) -> Any:
-        return terminal()
-
-    @stream.setter
-    def stream(self, stream: Any) -> None:
-        pass  # looked up each time
-
-
-def log_to_terminal(level: int) -> None:
-    """Show eyas's own lines of this level and above on stderr; for the command line, once per process."""
-    own = logging.getLogger("eyas")
-    handler = next((one for one in own.handlers if isinstance(one, TerminalHandler)), None)
-    if handler is None:
-        handler = TerminalHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
-        own.addHandler(handler)
-    handler.setLevel(level)
-    own.setLevel(level)
-    own.propagate = False
 
 
 def attach_process(role: str = "process", rank: int | None = None, *, force_streams: bool = True) -> bool:
@@ -208,25 +92,11 @@ def _attach(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     _state.clear()
     _state.update(folder=folder, pid=os.getpid(), role=role, rank=rank, stem=stem, terminal=terminal)
-    _install_logging(descriptor)
+    speaker.update(role=role, rank=rank)
+    _state["writer"] = install_writer(descriptor)
     if LINUX:
         _attach_streams(force_streams or terminal is not None)
     _install_crash_hooks()
-
-
-def _install_logging(descriptor: int) -> None:
-    EyasLogger.threshold = level_number(None)
-    _use_own_loggers()
-    writer = RecordWriter(descriptor)
-    _state["writer"] = writer
-    own, root = logging.getLogger("eyas"), logging.getLogger()
-    for logger in (own, root):
-        for old in [handler for handler in logger.handlers if isinstance(handler, RecordWriter)]:
-            logger.removeHandler(old)
-        logger.addHandler(writer)
-    own.propagate = False  # else each record comes twice, and a library's root handler prints it a third time
-    if root.level > EyasLogger.threshold or root.level == logging.NOTSET:
-        root.setLevel(EyasLogger.threshold)
 
 
 def _attach_streams(force: bool) -> None:
@@ -458,6 +328,7 @@ def _rename(role: str, rank: int | None) -> None:
     with contextlib.suppress(OSError):  # the name is for people; the descriptor stays the same
         os.rename(logs / f"{_state['stem']}.log.jsonl", logs / f"{stem}.log.jsonl")
     _state.update(role=role, rank=rank, stem=stem)
+    speaker.update(role=role, rank=rank)
     _say(say="name", role=role, rank=rank, stem=stem)
 
 
@@ -576,7 +447,8 @@ def attach_driver(folder: Path) -> None:
         streams.append(stream)
     sys.stdout, sys.stderr = streams
     plain = io.TextIOWrapper(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
-    _state.update(saved=saved, real=real, plain_stderr=plain)
+    set_terminal(plain)
+    _state.update(saved=saved, real=real)
 
 
 def detach_driver() -> None:
@@ -610,8 +482,8 @@ def detach_driver() -> None:
             ):  # the keeper closes when the driver's lines are all written and on the terminal
                 pass
         connection.close()
-    for logger in (logging.getLogger("eyas"), logging.getLogger()):
-        logger.removeHandler(_state["writer"])
+    remove_writer(_state["writer"])
+    set_terminal(None)
     for name in (RUN_DIR_VARIABLE, STREAMS_VARIABLE, "EYAS_RUN_ID"):
         os.environ.pop(name, None)
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != _STARTUP]

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eyas import logs
+from eyas import log_records, logs
 from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, EyasError, FolderConflictError, InputError, StalledError
 from eyas.manifest import made_by, now, package_version, write_json
 from eyas.processes import RUN_ID_VARIABLE, Mark, host_name, is_alive, this_process
@@ -102,7 +102,7 @@ class Run:
 
     def env_for_children(self) -> dict[str, str]:
         """What a child needs in its environment to find the run. Ordinary children inherit it; a Ray worker has to be given it."""
-        names = (RUN_ID_VARIABLE, logs.RUN_DIR_VARIABLE, logs.LEVEL_VARIABLE, "PYTHONPATH")
+        names = (RUN_ID_VARIABLE, logs.RUN_DIR_VARIABLE, log_records.LEVEL_VARIABLE, "PYTHONPATH")
         return {name: os.environ[name] for name in names if name in os.environ}
 
     def snapshot(self) -> dict[str, Any]:
@@ -248,10 +248,10 @@ def start(
         return
     if log_level is not None:
         try:
-            logs.level_number(log_level)
+            log_records.level_number(log_level)
         except ValueError as error:
             raise InputError(str(error), "give --log-level one of those") from None
-        os.environ[logs.LEVEL_VARIABLE] = log_level
+        os.environ[log_records.LEVEL_VARIABLE] = log_level
     argv = list(sys.argv[1:] if argv is None else argv)
     assigned, resumes = os.environ.pop(ASSIGNED_VARIABLE, None), os.environ.pop(RESUMES_VARIABLE, None)
     folder = Path(assigned) if assigned else create(command, argv, run_dir, run_id)
@@ -264,7 +264,7 @@ def start(
         environment={
             k: v for k, v in os.environ.items() if k.startswith(("EYAS_", "VLLM_", "NCCL_", "CUDA_", "OMP_", "HF_HUB_"))
         },
-        log_level=os.environ.get(logs.LEVEL_VARIABLE, "info"),
+        log_level=os.environ.get(log_records.LEVEL_VARIABLE, "info"),
         stall_after=stall_after,
         on_stall=on_stall,
         started=now(),
@@ -348,7 +348,7 @@ def _show_first_causes(run: Run) -> None:
     time.sleep(0.3)  # what a dying rank said may still be on its way through the pipe
     causes = [cause for cause in first_causes(run.folder) if cause.role != "driver"]
     if causes:
-        logs.terminal().write(format_causes(causes))
+        log_records.terminal().write(format_causes(causes))
 
 
 def _gentle_signals() -> Any:
