@@ -202,6 +202,8 @@ def test_stores_that_cannot_train_are_refused(work, tmp_path):
         train(**options(work, "no", model_path=str(another)))
     with pytest.raises(InputError, match="unknown loss"):
         train(**options(work, "no", loss="mse"))
+    with pytest.raises(InputError, match="unknown tracker"):
+        train(**options(work, "no", trackers=("excel",)))
     assert not (work / "no").exists()
 
 

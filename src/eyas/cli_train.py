@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -148,7 +149,8 @@ def train(
             )
         finally:
             display.close()
-    show_train_report(report)
+    if os.environ.get("RANK", "0") == "0":
+        show_train_report(report)
     if report.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 

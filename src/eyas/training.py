@@ -42,7 +42,7 @@ from eyas.packing import Batch
 from eyas.simulation import Acceptance, simulate
 from eyas.store import States, open_states
 from eyas.teacher import Teacher, load_target_parts
-from eyas.train_settings import TrainSettings, check_settings, check_store, compute_dtype
+from eyas.train_settings import TrainSettings, check_settings, check_store, check_trackers, compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +114,11 @@ def train(
     states = open_states(settings.states)
     aux_ids = check_store(states, info, settings.aux_layers, allow_unverified=settings.allow_unverified)
     refuse_foreign_folder(settings.output_dir, DRAFT_FILES)
+    trackers = check_trackers(settings.trackers)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         # The draft prepares its layers' weights together, so it is sharded as one unit (it is one layer anyway).
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
-    accelerator = Accelerator(
-        log_with=list(settings.trackers) or None, project_dir=str(settings.output_dir / "tracking")
-    )
+    accelerator = Accelerator(log_with=trackers or None, project_dir=str(settings.output_dir / "tracking"))
     set_seed(settings.seed)
     return _Run(
         settings, info, states, aux_ids, accelerator, progress or (lambda _: None), stop or threading.Event()
