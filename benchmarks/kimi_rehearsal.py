@@ -63,7 +63,17 @@ def step(name: str, command: list[str], log: Path, timeout: float) -> tuple[floa
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     print("\n".join(lines[-12 if code == 0 else -45 :]), flush=True)
     print(f"--- {name}: exit {code} after {seconds:.0f} s", flush=True)
+    if code:
+        print_run_logs()
     return seconds, code
+
+
+def print_run_logs(lines: int = 12) -> None:
+    """The end of what each process of the failed run said: its output went to the run folder, not to this terminal."""
+    folders = sorted(Path(os.environ["EYAS_RUNS_DIR"]).glob("*"), key=lambda p: p.stat().st_mtime)
+    for file in sorted(folders[-1].rglob("logs/*.jsonl")) if folders else []:
+        tail = file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        print(f"    {file.name}", *(f"      {line[:300]}" for line in tail), sep="\n", flush=True)
 
 
 def main() -> None:
