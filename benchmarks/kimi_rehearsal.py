@@ -70,7 +70,7 @@ def step(name: str, command: list[str], log: Path, timeout: float) -> tuple[floa
 
 def print_run_logs(lines: int = 12) -> None:
     """The end of what each process of the failed run said: its output went to the run folder, not to this terminal."""
-    folders = sorted(Path(os.environ["EYAS_RUNS_DIR"]).glob("*"), key=lambda p: p.stat().st_mtime)
+    folders = sorted(Path(os.environ["EYAS_STATE_DIR"]).glob("runs/*"), key=lambda p: p.stat().st_mtime)
     for file in sorted(folders[-1].rglob("logs/*.jsonl")) if folders else []:
         tail = file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
         print(f"    {file.name}", *(f"      {line[:300]}" for line in tail), sep="\n", flush=True)
@@ -137,8 +137,7 @@ def main() -> None:
     if arguments.batch_size:
         flags += ["--batch-size", str(arguments.batch_size)]
     eyas = [sys.executable, "-m", "eyas"]
-    environment_runs = work / "runs"
-    os.environ.setdefault("EYAS_RUNS_DIR", str(environment_runs))
+    os.environ["EYAS_STATE_DIR"] = str(work / "state")
     results: dict[str, Any] = {
         "hardware": extract_gpu.hardware(),
         "tp_size": arguments.tp_size,
