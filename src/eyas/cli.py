@@ -238,13 +238,18 @@ def inspect(
 @app.command()
 def demo(
     output_dir: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("eyas-demo"),
+    states_only: Annotated[bool, typer.Option(help="Stop after the verified store: a minute or two.")] = False,
 ) -> None:
     """The whole pipeline on the embedded model: minutes on a laptop CPU, no network."""
     from eyas import console
     from eyas.demo import demo as run
 
-    report = run(output_dir, lambda line: console.out.print(f"[bold]{line}[/]"))
-    console.show_rows(report.rows, "\ndone")
+    run(
+        output_dir,
+        lambda line: console.out.print(f"[bold]{line}[/]"),
+        lambda report: console.show_rows(report.rows, "\ndone"),
+        states_only=states_only,
+    )
 
 
 #: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.

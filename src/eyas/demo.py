@@ -30,16 +30,24 @@ TRAIN_STEPS = 150
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Rows of the closing table: what and where."""
+    """Rows of a closing table: what and where."""
 
     rows: tuple[tuple[str, str], ...]
 
 
-def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
+def demo(
+    output_dir: str | Path,
+    say: Callable[[str], None],
+    show: Callable[[DemoReport], None] = lambda report: None,
+    *,
+    states_only: bool = False,
+) -> DemoReport:
     """Run the demo into `output_dir` (made if missing; resumed if it was stopped).
 
     Args:
         say: called with a line for each stage.
+        show: called with the table of each half, as it is done: the store after a minute, the draft minutes later.
+        states_only: stop after the store.
 
     Raises:
         StoreError: the store does not verify. And whatever the stages raise.
@@ -69,20 +77,8 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
         raise StoreError(
             f"the demo's store does not verify: {checked.problems[0]}", "please report it with this output"
         )
-    stage = iter(range(5, 10))
-    display = TrainDisplay()
-    try:
-        draft = narrow_domain_draft(
-            folder / "narrow",
-            lambda line: say(f"{next(stage)}/9  {line}"),
-            progress=display.update,
-            steps=TRAIN_STEPS,
-            eval_every=75,
-        )
-    finally:
-        display.close()
     rate = f"{report.new_tokens / report.seconds:,.0f} tok/s" if report.new_tokens else "all there from an earlier run"
-    return DemoReport(
+    store_report = DemoReport(
         (
             ("model", f"{EMBEDDED_NAME} (SmolLM2-135M-Instruct), {model}"),
             (
@@ -95,8 +91,26 @@ def demo(output_dir: str | Path, say: Callable[[str], None]) -> DemoReport:
             ),
             ("parity", parity_text(report.parity)),
             ("verified", f"{checked.shards} shards, {checked.tokens} tokens; {checked.recompute_note}"),
-            *draft_rows(draft),
             ("time", f"{time.monotonic() - begun:.0f} s"),
             ("look at it", f"eyas inspect {folder / 'states'}    eyas inspect {folder / 'dataset'}"),
         )
     )
+    show(store_report)
+    if states_only:
+        return store_report
+    say("now a draft, on a narrow domain that it learns in minutes (Ctrl-C leaves the store as it is)")
+    stage = iter(range(5, 10))
+    display = TrainDisplay()
+    try:
+        draft = narrow_domain_draft(
+            folder / "narrow",
+            lambda line: say(f"{next(stage)}/9  {line}"),
+            progress=display.update,
+            steps=TRAIN_STEPS,
+            eval_every=75,
+        )
+    finally:
+        display.close()
+    draft_report = DemoReport((*draft_rows(draft), ("time", f"{time.monotonic() - begun:.0f} s in all")))
+    show(draft_report)
+    return draft_report
