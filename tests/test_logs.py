@@ -143,6 +143,33 @@ def test_a_child_whose_output_somebody_reads_is_left_alone(drive, tmp_path):
     assert "to the log" in texts(folder)
 
 
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_data_loader_workers_have_files_of_their_own(drive, tmp_path, how):
+    script = tmp_path / "loading.py"
+    script.write_text(
+        "import os, time, torch\n"
+        "from eyas import runs\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return 8\n"
+        "    def __getitem__(self, i):\n"
+        "        time.sleep(0.5)\n"
+        "        print('row', i, 'of worker', torch.utils.data.get_worker_info().id)\n"
+        "        return i\n"
+        "if __name__ == '__main__':\n"
+        "    with runs.start('test'):\n"
+        f"        list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context='{how}'))\n"
+    )
+    done, folder = drive(script=script)
+    assert done.returncode == 0, done.stderr
+    for worker in (0, 1):
+        (path,) = folder.glob(f"logs/loader{worker}-*.out.jsonl")
+        said = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        assert [line for line in said if "of worker" in line] == [
+            f"row {i} of worker {worker}" for i in range(worker, 8, 2)
+        ]
+
+
 def test_keeper_killed_in_the_middle_loses_no_line(drive, tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(

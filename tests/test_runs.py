@@ -266,6 +266,46 @@ def test_watchdog_told_to_stop_ends_the_run_with_its_own_exit_code(drive):
     wait_for(lambda: not any(is_alive(mark) for mark in marks), 30)
 
 
+def test_watchdog_ends_a_driver_that_is_deaf_with_the_same_exit_code(drive):
+    driven = drive("1.5", "stop", "deaf")
+    os.kill(driven.rank(0).pid, signal.SIGSTOP)
+    assert driven.process.wait(90) == 11
+    wait_for(lambda: driven.view().ended and driven.view().state == "stalled", 30)
+    assert driven.view().record["exit_code"] == 11
+    wait_for(lambda: not driven.marks(), 30)
+
+
+def test_a_terminal_that_is_closed_ends_a_run_in_good_order(state, tmp_path):
+    import fcntl
+    import pty
+    import termios
+
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    leader, follower = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, str(script), f"eyas-test-{os.getpid()}-pty"],
+        env=eyas_environment(),
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(follower)
+    wait_for(lambda: runs.list_runs() and runs.list_runs()[0].progress.get("samples"))
+    os.close(leader)
+    process.wait(30)
+    (view,) = runs.list_runs()
+    assert (view.state, view.record["exit_code"]) == ("stopped", 130)
+    wait_for(lambda: not processes_of_run(view.id, view.folder), 30)
+    wait_for(lambda: not list(SHM.glob(f"eyas-test-{os.getpid()}-pty*")), 30)
+
+
 # --- the folder and the status ---------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ def _attach(
     path = logs / f"{stem}.log.jsonl"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     _state.clear()
-    _state.update(folder=folder, pid=os.getpid(), role=role, rank=rank, stem=stem, terminal=terminal)
+    _state.update(folder=folder, pid=os.getpid(), role=role, rank=rank, stem=stem, terminal=terminal, asked=0)
     speaker.update(role=role, rank=rank)
     _state["writer"] = install_writer(descriptor)
     if LINUX:
@@ -272,7 +272,8 @@ def _stay_connected(pid: int) -> None:
     failures = 0
     while os.getpid() == pid and _state.get("pid") == pid:
         connection = _state.get("connection")
-        if connection is not None and _state["role"] in _GUESSED and not select.select([connection], [], [], 1.0)[0]:
+        guessing = _state["role"] in _GUESSED and _state["asked"] < 60
+        if connection is not None and guessing and not select.select([connection], [], [], 1.0)[0]:
             _learn_role()
             continue
         try:
@@ -297,6 +298,7 @@ _GUESSED = ("worker", "fork")
 
 def _learn_role() -> None:
     """A process that attached before it knew what it is: its name in multiprocessing, or PyTorch's data loader, tells later."""
+    _state["asked"] += 1
     loader = getattr(sys.modules.get("torch.utils.data._utils.worker"), "_worker_info", None)
     process = getattr(sys.modules.get("multiprocessing.process"), "_current_process", None)
     if loader is not None:
@@ -304,7 +306,7 @@ def _learn_role() -> None:
     elif str(getattr(process, "name", "")).startswith("EngineCore"):
         role, rank = "engine", None
     else:
-        role, rank = "process", None
+        return  # it may still be importing what it will be
     with _naming:
         if _state["role"] in _GUESSED:  # it may have said itself what it is just now
             _rename(role, rank)
@@ -416,13 +418,26 @@ class TerminalStream(io.TextIOWrapper):
     """The driver's sys.stdout or sys.stderr: still the real terminal (so bars and colours work), with a copy into the log."""
 
     copy_to: int = -1
+    gone: bool = False
 
     def write(self, text: str) -> int:
         # Cursor movements are a progress bar being redrawn, dozens of times a second: no log wants that. Colours are fine.
         if self.copy_to >= 0 and "\r" not in text and not _CURSOR.search(text):
             with contextlib.suppress(OSError):  # the keeper died; the terminal still has the line
                 os.write(self.copy_to, text.encode(errors="replace"))
-        return super().write(text)
+        if not self.gone:
+            try:
+                return super().write(text)
+            except OSError:
+                self.gone = True  # the terminal was closed, or `| head` has seen enough: no reason to end a long run
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.gone:
+            try:
+                super().flush()
+            except OSError:
+                self.gone = True
 
 
 def attach_driver(folder: Path) -> None:
@@ -446,7 +461,7 @@ def attach_driver(folder: Path) -> None:
             stream.copy_to = pipe[1]
         streams.append(stream)
     sys.stdout, sys.stderr = streams
-    plain = io.TextIOWrapper(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
+    plain = TerminalStream(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
     set_terminal(plain)
     _state.update(saved=saved, real=real)
 

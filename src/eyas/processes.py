@@ -111,6 +111,14 @@ def environment_of(pid: int) -> dict[str, str]:
     return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in pairs}
 
 
+def is_own(pid: int) -> bool:
+    """Whether a process is this user's. Root could end anybody's; it must not."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        return False
+
+
 def command_of(pid: int) -> str:
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -158,7 +166,7 @@ def processes_of_run(run_id: str, folder: Path, extra: Iterable[Mark] = (), with
     parents: dict[int, int] = {}
     for pid in all_pids():
         parents[pid] = parent_of(pid)
-        if pid not in known and environment_of(pid).get(RUN_ID_VARIABLE) == run_id:
+        if pid not in known and environment_of(pid).get(RUN_ID_VARIABLE) == run_id and is_own(pid):
             found = mark_of(pid)
             if found:
                 known[pid] = found
@@ -176,6 +184,19 @@ def processes_of_run(run_id: str, folder: Path, extra: Iterable[Mark] = (), with
     for spared in _lineage(os.getpid(), parents):
         known.pop(spared, None)
     return sorted(known.values(), key=lambda mark: mark.pid)
+
+
+def runs_in_environments() -> dict[str, list[int]]:
+    """Run id -> this user's living processes that carry it in their environment, by one look over all processes."""
+    found: dict[str, list[int]] = {}
+    for pid in all_pids():
+        if pid == os.getpid() or not is_own(pid):
+            continue
+        environment = environment_of(pid)
+        run = environment.get(RUN_ID_VARIABLE) or environment.get("EYAS_KEEPER_OF")
+        if run:
+            found.setdefault(run, []).append(pid)
+    return found
 
 
 def _is_keeper(pid: int) -> bool:

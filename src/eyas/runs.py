@@ -357,6 +357,13 @@ def _gentle_signals() -> Any:
         return lambda: None
 
     def interrupt(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP and signal.getsignal(signal.SIGTERM) not in (
+            interrupt,
+            signal.SIG_DFL,
+            signal.SIG_IGN,
+        ):
+            signal.raise_signal(signal.SIGTERM)  # the command knows how to end in good order
+            return
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = {}

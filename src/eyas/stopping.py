@@ -7,7 +7,6 @@ showing it.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import time
@@ -15,13 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eyas.errors import InputError
+from eyas.errors import InputError, StalledError
 from eyas.manifest import now, write_json
 from eyas.processes import (
-    RUN_ID_VARIABLE,
     GpuUse,
     Mark,
-    all_pids,
     command_of,
     end_processes,
     environment_of,
@@ -33,6 +30,7 @@ from eyas.processes import (
     mark_of,
     processes_of_run,
     recorded_processes,
+    runs_in_environments,
     send,
     state_letter,
     wait_gone,
@@ -138,9 +136,16 @@ def stop_run(
     if after.record.get("status") in ("running", "starting") and not report.alive:
         # The driver can write no more, so this is the one that may.
         state = "stalled" if because == "stalled" else "killed"
+        code = StalledError.exit_code if because == "stalled" else None
         write_json(
             folder / "run.json",
-            {**after.record, "status": state, "ended": now(), "error": f"stopped by force ({because})"},
+            {
+                **after.record,
+                "status": state,
+                "exit_code": code,
+                "ended": now(),
+                "error": f"stopped by force ({because})",
+            },
         )
         report.state = state
     return report
@@ -209,23 +214,23 @@ def leftovers(views: Iterable[RunView] | None = None, older_than_days: float | N
         older_than_days: also list the folders of runs that ended longer ago than this.
     """
     found: list[Leftover] = []
+    marked = runs_in_environments()
     for view in list_runs() if views is None else views:
         if not view.ended or view.state == "starting":
             continue
         if view.driver is not None and view.driver.host != host_name():
             continue
-        for mark in _find(view)():
-            found.append(_process_left(view.id, mark))
-        for mark in keepers_of_run(view.id):
+        if view.id in marked or any(is_alive(Mark.from_json(one)) for one in recorded_processes(view.folder)):
+            found += [_process_left(view.id, mark) for mark in _find(view)()]
             if not _keeper_leaves_by_itself(view):
-                found.append(_process_left(view.id, mark))
+                found += [_process_left(view.id, mark) for mark in keepers_of_run(view.id)]
         for path in leftover_shm(view.folder):
             found.append(Leftover("segment", view.id, f"{path} ({path.stat().st_size} bytes)", path=path))
         found += _half_shards(view)
         if older_than_days is not None and time.time() - _end_time(view) > older_than_days * 86400:
             found.append(Leftover("run", view.id, str(view.folder), path=view.folder))
     if views is None:
-        found += _of_unknown_runs({view.id for view in list_runs()})
+        found += _of_unknown_runs(marked, {view.id for view in list_runs()})
     return found
 
 
@@ -273,20 +278,14 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-def _of_unknown_runs(known: set[str]) -> list[Leftover]:
+def _of_unknown_runs(marked: dict[str, list[int]], known: set[str]) -> list[Leftover]:
     """Processes with a run's mark in their environment whose run folder is gone. A run listed elsewhere is looked at there."""
     found = []
-    for pid in all_pids():
-        if pid == os.getpid():
-            continue
-        environment = environment_of(pid)
-        run = environment.get(RUN_ID_VARIABLE)
-        folder = environment.get("EYAS_RUN_DIR")
-        if not run or run in known or not folder or (Path(folder) / "run.json").exists():
-            continue
-        mark = mark_of(pid)
-        if mark is not None:
-            found.append(_process_left(run, mark))
+    for run, pids in marked.items():
+        for pid in pids if run not in known else ():
+            folder, mark = environment_of(pid).get("EYAS_RUN_DIR"), mark_of(pid)
+            if folder and not (Path(folder) / "run.json").exists() and mark is not None:
+                found.append(_process_left(run, mark))
     return found
 
 

@@ -41,7 +41,7 @@ STATES = {
     "Z": "dead",
 }
 #: An ordered stop of a stalled run may take this long before it becomes firm, in seconds.
-STOP_GRACE = 20.0
+STOP_GRACE = 15.0
 
 
 class Watchdog:

@@ -1,23 +1,21 @@
-"""A capture worker that dies hard on request, right after its last words: in Python's logging, in C, on stdout."""
+"""A capture worker that dies hard on request, right after its last words in Python's logging and in C."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import time
 
 from eyas.engines.vllm_worker import CaptureWorker
 
 
 class DyingWorker(CaptureWorker):
-    def die(self, rank: int) -> int:
-        if self.rank == rank:
-            ctypes.CDLL(None).printf(b"last words in C of %d, no newline", rank)
-            logging.getLogger("eyas.engines.dying").debug("last words of rank %d", rank)
+    def die(self) -> None:
+        """Rank 1 leaves by `os._exit` after its last words; rank 0 crashes in native code a moment later."""
+        if self.rank == 1:
+            ctypes.CDLL(None).printf(b"last words in C of %d, no newline", self.rank)
+            logging.getLogger("eyas.engines.dying").debug("last words of rank %d", self.rank)
             os._exit(1)
-        return self.rank
-
-    def crash(self, rank: int) -> int:
-        if self.rank == rank:
-            ctypes.string_at(0)
-        return self.rank
+        time.sleep(0.2)
+        ctypes.string_at(0)
