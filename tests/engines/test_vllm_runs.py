@@ -159,7 +159,9 @@ def test_hung_rank_reported_then_stopped_then_driver_killed_then_resumed_to_the_
     assert manifest["totals"]["samples"] == 1500
 
 
-def test_ranks_that_die_hard_their_last_words_are_in_the_log_and_the_first_cause_on_the_terminal(state, tmp_path, model):
+def test_ranks_that_die_hard_their_last_words_are_in_the_log_and_the_first_cause_on_the_terminal(
+    state, tmp_path, model
+):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
     path = os.pathsep.join([str(Path(__file__).parent), eyas_environment()["PYTHONPATH"]])
