@@ -157,6 +157,26 @@ def test_stop_ends_gently_and_proves_that_nothing_is_left(drive):
     assert "GPU memory" in said
 
 
+@pytest.mark.parametrize(("after", "clean"), [(1100, True), (5000, False)])
+def test_stop_compares_gpu_memory_with_what_was_in_use_when_the_run_began(drive, tmp_path, monkeypatch, after, clean):
+    # A stand-in for the driver's tool, as it answers inside a container: no process is visible.
+    used = tmp_path / "used"
+    used.write_text("1000")
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\ncase "$1" in --query-gpu*) echo "GPU-a, $(cat {used})";; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    driven = drive()
+    wait_for(lambda: (driven.view().folder / "gpus.json").exists())
+    used.write_text(str(after))
+    report = stopping.stop_run(driven.view().folder)
+    assert report.clean == clean
+    said = "\n".join(report.lines())
+    assert ("none held by the run" in said) == clean
+    assert ("4000 MiB on GPU-a more in use" in said) != clean
+
+
 def test_stop_turns_firm_when_the_driver_is_deaf_and_a_rank_is_stopped(drive):
     driven = drive("0", "report", "deaf")
     os.kill(driven.rank(1).pid, signal.SIGSTOP)

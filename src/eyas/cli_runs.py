@@ -99,6 +99,8 @@ def _start(function: Callable[..., None], name: str, chosen: dict[str, Any], arg
         typer.echo(view.id)
         typer.echo(f"  follow it: eyas runs logs {view.id} -f   stop it: eyas runs stop {view.id}", err=True)
         return
+    if chosen["log_level"]:
+        _show_level(chosen["log_level"])
     facts = {key: str(arguments[key]) for key in ("output_dir", "model_path", "prepared_data") if arguments.get(key)}
     if "output_dir" in facts:
         facts["output_dir"] = str(Path(facts["output_dir"]).absolute())
@@ -117,6 +119,15 @@ def _start(function: Callable[..., None], name: str, chosen: dict[str, Any], arg
     except KeyboardInterrupt:
         typer.secho("stopped; the same command goes on from what is finished", fg="yellow", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _show_level(name: str) -> None:
+    from eyas import log_records
+
+    try:
+        log_records.log_to_terminal(log_records.level_number(name))
+    except ValueError as error:
+        raise InputError(str(error), "give --log-level one of those") from None
 
 
 # --- eyas runs ... -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from typing import Any
 #: Set in the environment of every process of a run.
 RUN_ID_VARIABLE = "EYAS_RUN_ID"
 SHM = Path("/dev/shm")
+#: Elsewhere (macOS) psutil tells pid and start time, and nothing more is known of a process.
+PROC = Path("/proc/self/stat").exists()
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,23 @@ def _stat(pid: int) -> list[str] | None:
 def mark_of(pid: int) -> Mark | None:
     """The mark of a living process; None when it is gone or a zombie."""
     fields = _stat(pid)
+    if fields is None and not PROC:
+        return _mark_without_proc(pid)
     if fields is None or fields[0] in "ZX":
         return None
     return Mark(pid, int(fields[19]), boot_id(), host_name())
+
+
+def _mark_without_proc(pid: int) -> Mark | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return Mark(pid, int(process.create_time() * 100), boot_id(), host_name())
+    except psutil.Error:
+        return None
 
 
 def this_process() -> Mark:
@@ -343,6 +359,12 @@ def gpu_uses() -> list[GpuUse] | None:
         if row[1].isdigit():
             uses.append(GpuUse(row[0], int(row[1]), int(row[2]) if row[2].isdigit() else 0))
     return uses
+
+
+def gpu_memory_used() -> dict[str, int] | None:
+    """MiB in use per GPU (by its uuid), by whomever; None where there is no NVIDIA driver."""
+    rows = nvidia_query("gpu", ["uuid", "memory.used"])
+    return None if rows is None else {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def nvidia_query(what: str, fields: list[str]) -> list[list[str]] | None:

@@ -5,6 +5,7 @@
 
     RUN/run.json        what: command line, versions, host, driver process, start, end, status, exit code   (the driver writes it)
     RUN/progress.json   heartbeat, once a second: stage, counts, rate, ETA                                   (the driver's thread)
+    RUN/gpus.json       MiB in use per GPU when it began                                                     (the same thread)
     RUN/history.jsonl   the same every few seconds, for the report
     RUN/processes.jsonl, RUN/shm-HOST.json, RUN/watchdog.json                                                (the keeper)
     RUN/logs/           two files per process, see `logs.py`
@@ -33,7 +34,7 @@ from typing import Any
 from eyas import log_records, logs
 from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, EyasError, FolderConflictError, InputError, StalledError
 from eyas.manifest import made_by, now, package_version, write_json
-from eyas.processes import RUN_ID_VARIABLE, Mark, host_name, is_alive, this_process
+from eyas.processes import RUN_ID_VARIABLE, Mark, gpu_memory_used, host_name, is_alive, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,9 @@ class Run:
         return data
 
     def _beat(self) -> None:
+        before = gpu_memory_used()
+        if before is not None:
+            write_json(self.folder / "gpus.json", before)  # what `stop` compares with
         while not self._stopping.wait(1.0):
             self._write_progress()
 
@@ -404,7 +408,8 @@ class RunView:
         return self.record.get("ended") is not None or self.state not in ("starting", "running", "stalled")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run folder; empty when it is not there (yet) or no object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -414,10 +419,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(folder: Path) -> RunView:
     """Read a run folder. Raises InputError when it is none."""
-    record = _read(folder / "run.json")
+    record = read_json(folder / "run.json")
     if "id" not in record:
         raise InputError(f"{folder} is no run folder (no readable run.json)", "`eyas runs list` shows the runs")
-    progress, watchdog = _read(folder / "progress.json"), _read(folder / "watchdog.json")
+    progress, watchdog = read_json(folder / "progress.json"), read_json(folder / "watchdog.json")
     return RunView(record["id"], folder, state_of(record, progress, watchdog), record, progress, watchdog)
 
 

@@ -22,6 +22,7 @@ from eyas.processes import (
     command_of,
     end_processes,
     environment_of,
+    gpu_memory_used,
     gpu_uses,
     host_name,
     is_alive,
@@ -35,9 +36,12 @@ from eyas.processes import (
     state_letter,
     wait_gone,
 )
-from eyas.runs import RunView, list_runs, load
+from eyas.runs import RunView, list_runs, load, read_json
 
 logger = logging.getLogger(__name__)
+
+#: MiB by which a GPU's use may differ from before: the driver itself takes some when it wakes up.
+GPU_SLACK = 300
 
 
 @dataclass
@@ -51,11 +55,14 @@ class StopReport:
     segments_removed: list[str] = field(default_factory=list)
     segments_left: list[str] = field(default_factory=list)
     gpu_left: list[GpuUse] | None = None  # None: no NVIDIA driver to ask
+    gpu_more: dict[str, int] = field(
+        default_factory=dict
+    )  # MiB more in use per GPU than when the run began, by nobody visible
     state: str = ""
 
     @property
     def clean(self) -> bool:
-        return not self.alive and not self.segments_left and not self.gpu_left
+        return not self.alive and not self.segments_left and not self.gpu_left and not self.gpu_more
 
     def lines(self) -> list[str]:
         """For people."""
@@ -71,8 +78,13 @@ class StopReport:
         elif self.gpu_left:
             held = ", ".join(f"pid {use.pid}: {use.mebibytes} MiB on {use.gpu}" for use in self.gpu_left)
             out.append(f"GPU memory: still held: {held}")
+        elif self.gpu_more:
+            more = ", ".join(f"{count} MiB on {gpu}" for gpu, count in self.gpu_more.items())
+            out.append(
+                f"GPU memory: {more} more in use than when the run began, by processes that cannot be seen from here"
+            )
         else:
-            out.append("GPU memory: none held by the run")
+            out.append("GPU memory: none held by the run, and no GPU has more in use than when it began")
         removed = f" ({len(self.segments_removed)} removed: {', '.join(self.segments_removed[:4])})"
         if self.segments_left:
             out.append(f"shared memory: {', '.join(self.segments_left)} cannot be removed")
@@ -130,7 +142,7 @@ def stop_run(
     report.ended, report.alive = end_processes(find)
     _end_keepers(view.id)
     _remove_segments(view, report)
-    report.gpu_left = _gpu_held(pids)
+    report.gpu_left, report.gpu_more = _gpu_held(pids, read_json(view.folder / "gpus.json"))
     report.state = "was over" if was_over else load(folder).state
     after = load(folder)
     if after.record.get("status") in ("running", "starting") and not report.alive:
@@ -178,17 +190,27 @@ def _remove_segments(view: RunView, report: StopReport) -> None:
             report.segments_left.append(path.name)
 
 
-def _gpu_held(pids: Iterable[int], seconds: float = 10.0) -> list[GpuUse] | None:
-    """What processes of the run still hold on a GPU; the driver needs a moment to free it after a process is gone."""
+def _gpu_held(
+    pids: Iterable[int], before: dict[str, int], seconds: float = 6.0
+) -> tuple[list[GpuUse] | None, dict[str, int]]:
+    """What processes of the run still hold on a GPU, and how much more a GPU has in use than before, where no other process explains it.
+
+    Waits a little: the driver needs a moment to free memory after a process is gone. In a container the driver may not show any
+    process at all; then only the comparison tells.
+    """
     wanted = set(pids)
     deadline = time.monotonic() + seconds
     while True:
         uses = gpu_uses()
         if uses is None:
-            return None
+            return None, {}
         held = [use for use in uses if use.pid in wanted]
-        if not held or time.monotonic() > deadline:
-            return held
+        others = {use.gpu for use in uses if use.pid not in wanted}
+        used = gpu_memory_used() or {}
+        more = {gpu: used[gpu] - count for gpu, count in before.items() if gpu in used and gpu not in others}
+        more = {gpu: count for gpu, count in more.items() if count > GPU_SLACK}
+        if not (held or more) or time.monotonic() > deadline:
+            return held, more
         time.sleep(0.5)
 
 
