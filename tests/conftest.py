@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Runs that the tests start are not the user's.
 os.environ["EYAS_STATE_DIR"] = tempfile.mkdtemp(prefix="eyas-tests-")
 
+from eyas_process import write_token_rows
 from tiny_models import make_tiny_model
 
 
@@ -47,17 +44,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def write_token_rows(path: Path, lengths: list[int], vocab_size: int = 128, seed: int = 0) -> Path:
-    """`tokenized_data.jsonl` of random samples; the first third of each is not supervised."""
-    rng = np.random.default_rng(seed)
-    with open(path, "w", encoding="utf-8") as file:
-        for length in lengths:
-            ids = rng.integers(0, vocab_size, length).tolist()
-            mask = [int(i >= length // 3) for i in range(length)]
-            file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
-    return path
-
-
 @pytest.fixture
 def token_rows(tmp_path: Path) -> Callable[..., Path]:
     """`token_rows([5, 9, 30])` -> a .jsonl of random samples of these lengths."""
@@ -66,26 +52,3 @@ def token_rows(tmp_path: Path) -> Callable[..., Path]:
         return write_token_rows(tmp_path / name, lengths, **kwargs)
 
     return make
-
-
-def run_eyas(*arguments: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process and wait for it."""
-    return subprocess.run(
-        eyas_command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=eyas_environment(),
-        check=False,
-        **kwargs,
-    )
-
-
-def eyas_command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "eyas", *map(str, arguments)]
-
-
-def eyas_environment(**more: str) -> dict[str, str]:
-    source = str(Path(__file__).parent.parent / "src")
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import eyas_environment, run_eyas
+from eyas_process import eyas_environment, run_eyas
 
 from eyas.cli import spread_lists
 from eyas.errors import FolderConflictError, InputError, PreflightError

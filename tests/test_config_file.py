@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import run_eyas
+from eyas_process import run_eyas
 
 from eyas.config_file import expand_config
 from eyas.errors import InputError

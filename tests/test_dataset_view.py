@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 from chat_templates import byte_level_tokenizer
-from conftest import run_eyas
+from eyas_process import run_eyas
 from rich.console import Console
 
 from eyas.dataset import open_dataset

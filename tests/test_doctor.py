@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import eyas_command, eyas_environment
+from eyas_process import eyas_command, eyas_environment
 
 from eyas import machine
 from eyas.doctor import check_target

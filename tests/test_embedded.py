@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import run_eyas
+from eyas_process import run_eyas
 
 import eyas
 from eyas.embedded import resolve_model_path

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import eyas_command, eyas_environment, run_eyas
+from eyas_process import eyas_command, eyas_environment, run_eyas
 
 import eyas
 from eyas.errors import (

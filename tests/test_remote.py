@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import eyas_command, eyas_environment
+from eyas_process import eyas_command, eyas_environment
 
 from eyas import remote
 from eyas.errors import EyasError, InputError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import eyas_command, eyas_environment, write_token_rows
+from eyas_process import eyas_command, eyas_environment, write_token_rows
 
 from eyas import runs, stopping
 from eyas.background import without_flags

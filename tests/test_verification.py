@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import run_eyas
+from eyas_process import run_eyas
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -19,7 +19,7 @@ from eyas.store import tensor_checksum
 @pytest.fixture(scope="module")
 def good(tiny_model, tmp_path_factory):
     """A verified store of a tiny model, in several shards. Tests work on copies."""
-    from conftest import write_token_rows
+    from eyas_process import write_token_rows
 
     folder = tmp_path_factory.mktemp("good")
     data = write_token_rows(folder / "tokens.jsonl", [20, 33, 7, 51, 40, 12, 60, 28])

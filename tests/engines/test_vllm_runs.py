@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import eyas_command, eyas_environment, write_token_rows
+from eyas_process import eyas_command, eyas_environment, write_token_rows
 
 from eyas import runs, stopping
 from eyas.loglines import Wanted, first_causes, read_lines

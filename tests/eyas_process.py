@@ -1,0 +1,46 @@
+"""The command line as a process, and a token dataset for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def write_token_rows(path: Path, lengths: list[int], vocab_size: int = 128, seed: int = 0) -> Path:
+    """`tokenized_data.jsonl` of random samples; the first third of each is not supervised."""
+    rng = np.random.default_rng(seed)
+    with open(path, "w", encoding="utf-8") as file:
+        for length in lengths:
+            ids = rng.integers(0, vocab_size, length).tolist()
+            mask = [int(i >= length // 3) for i in range(length)]
+            file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
+    return path
+
+
+def run_eyas(*arguments: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process and wait for it."""
+    return subprocess.run(
+        eyas_command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=eyas_environment(),
+        check=False,
+        **kwargs,
+    )
+
+
+def eyas_command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "eyas", *map(str, arguments)]
+
+
+def eyas_environment(**more: str) -> dict[str, str]:
+    source = str(Path(__file__).parent.parent / "src")
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
