@@ -301,7 +301,9 @@ def start(
         status = _status_for(code)
         if status == "failed":
             said = isinstance(error, EyasError | SystemExit) or hasattr(error, "exit_code")
-            logger.error("%s: %s", type(error).__name__, text or f"exit code {code}", exc_info=not said)
+            # What is said by the command itself need not stand on the terminal twice; the run's log has it either way.
+            level = logging.INFO if said else logging.ERROR
+            logger.log(level, "%s: %s", type(error).__name__, text or f"exit code {code}", exc_info=not said)
             _show_first_causes(run)
         raise
     finally:
