@@ -1,4 +1,4 @@
-"""`kill -9` of one process after another, then the run is finished: nothing is lost, nothing is written twice, nothing stays behind."""
+"""`kill -9` of one process after another and Ctrl-C, then the run is finished: nothing is lost, nothing is written twice, nothing stays behind."""
 
 from __future__ import annotations
 
@@ -44,21 +44,25 @@ def wait_for_shards(folder: Path, more_than: int, driver: subprocess.Popen[str])
 
 
 def test_killed_rank_engine_core_and_driver_then_resumed(vllm_model: Callable[[str], Path], tmp_path: Path) -> None:
-    samples = random_samples([250] * 600, seed=11)
+    samples = random_samples([250] * 800, seed=11)
     data, store = write_dataset(tmp_path / "samples.jsonl", samples), tmp_path / "store"
     flags = ["extract", "--model-path", vllm_model("llama"), "--prepared-data", data, "--output-dir", store]
     flags += ["--engine", "vllm", "--layer-ids", "2", "4", "--shard-size", "1", "--batch-tokens", "256"]
     flags += ["--parity-samples", "1"]
     shards = 0
-    for victim in ("Worker", "EngineCore", "driver"):
+    for victim in ("Worker", "EngineCore", "driver", "Ctrl-C"):
         run = eyas_process(*flags)
         shards = wait_for_shards(store, shards, run)
         family = psutil.Process(run.pid).children(recursive=True)
-        target = run.pid if victim == "driver" else descendants(run, victim)[0].pid
-        os.kill(target, signal.SIGKILL)
+        if victim == "Ctrl-C":
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does: every process of the group
+        else:
+            os.kill(run.pid if victim == "driver" else descendants(run, victim)[0].pid, signal.SIGKILL)
         _, errors = run.communicate(timeout=120)
         if victim == "driver":
             assert run.returncode == -signal.SIGKILL
+        elif victim == "Ctrl-C":
+            assert run.returncode == 130, errors[-2000:]
         else:
             assert run.returncode == 10, errors[-2000:]
             assert "the engine died" in errors

@@ -469,7 +469,12 @@ class VllmEngine:
                 self._close_ranks(folder)
             raise
         except Exception as error:
-            raise self._explained(error, "the engine died", folder) from error
+            if not stop.is_set():
+                raise self._explained(error, "the engine died", folder) from error
+            # Ctrl-C reaches the engine's processes too, and they end at once; each rank writes what it has complete.
+            log.warning("the engine stopped with the run: %s", type(error).__name__)
+            result.interrupted = True
+            return result
         result.interrupted = stop.is_set()
         result.shards = [entry for total in totals for entry in total.get("entries", [])]
         written = {one for entry in result.shards for one in read_shard_header(folder / entry["name"]).sample_ids}
