@@ -540,18 +540,19 @@ class VllmEngine:
         path.unlink()
 
     def prompt_logprobs(self, samples: Sequence[Sample]) -> dict[str, list[tuple[int, float]]]:
-        """The engine's own most likely next token and its log-probability after each token but the last, by sample id."""
+        """The engine's own most likely next token and its log-probability after each token, by sample id: T entries."""
         from vllm import SamplingParams
 
         engine, answers = self._llm.llm_engine, {}
         for sample in samples:
-            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=1)
+            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=1, logprobs=1)
             engine.add_request(sample.id, {"prompt_token_ids": sample.token_ids.tolist()}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    # Entry i tells how token i was predicted; the first token was not.
-                    ranked = [min(entry.items(), key=lambda item: item[1].rank) for entry in output.prompt_logprobs[1:]]
+                    # Entry i of the prompt tells how token i was predicted; the generated token is what follows the last.
+                    entries = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
+                    ranked = [min(entry.items(), key=lambda item: item[1].rank) for entry in entries]
                     answers[output.request_id] = [(token, found.logprob) for token, found in ranked]
         return answers
 

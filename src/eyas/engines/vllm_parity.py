@@ -152,16 +152,13 @@ def _final_against_engine(
     """Rebuilt next-token distributions against the engine's prompt log-probabilities. Position i predicts token i + 1."""
     import numpy as np
 
-    longer = [s for s in samples if len(s) > 1]
-    if not longer:
-        return {}
-    theirs = engine.prompt_logprobs(longer)
-    mine = engine.rebuilt_logprobs(folder, longer)
+    theirs = engine.prompt_logprobs(samples)
+    mine = engine.rebuilt_logprobs(folder, samples)
     differences: list[float] = []
     agree = positions = 0
     first_bad = ""
     slack = 10 * MEDIAN_LOGPROB[dtype]
-    for sample in longer:
+    for sample in samples:
         for i, (token, logprob) in enumerate(theirs[sample.id]):
             best, values = mine[sample.id][i]
             positions += 1
