@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -397,6 +398,9 @@ class VllmEngine:
             except Exception as error:
                 raise self._explained(error, "vLLM did not start", remedy=NOT_STARTED) from error
         self.load_seconds = time.monotonic() - started
+        threading.Thread(
+            target=_wake_when_dead, args=(weakref.ref(self._llm),), name="eyas-engine-watch", daemon=True
+        ).start()
         described = self._rpc("eyas_describe")
         self.loaded = described[-1]
         if self.loaded["num_layers"] != self.settings.model.num_layers:
@@ -640,6 +644,20 @@ class VllmEngine:
             f"{what}: {type(error).__name__}: {lines[-1] if lines else 'no message'}",
             remedy,
         )
+
+
+def _wake_when_dead(engine: weakref.ref[Any]) -> None:
+    """Break the wait for an engine core that was killed: vLLM notes the death, but its client goes on waiting for an answer."""
+    while (llm := engine()) is not None:
+        core = llm.llm_engine.engine_core
+        resources, answers = getattr(core, "resources", None), getattr(core, "outputs_queue", None)
+        if resources is None or answers is None:
+            return  # an engine inside this process
+        if resources.engine_dead:
+            answers.put_nowait(RuntimeError("its core process is gone"))
+            return
+        del llm, core
+        time.sleep(0.5)
 
 
 def _mask_runs(sample: Sample) -> list[int]:
