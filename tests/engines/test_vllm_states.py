@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm_models import capture, eyas_process, random_samples, reference_states, worst_error, write_dataset
 
-from eyas.engines.vllm import VllmEngine, VllmSettings
+from eyas.engines.vllm import VllmEngine, VllmSettings, refuse_impossible
 from eyas.errors import ContractError, EngineError, PreflightError
 from eyas.extraction import extract
 from eyas.model_files import describe_model
@@ -160,3 +160,30 @@ def test_a_vllm_that_cannot_start_is_an_engine_error(vllm_model: Callable[[str],
         running(vllm_model("llama"), [2, 6], extra={"kv_cache_memory_bytes": 1}),
     ):
         pass
+
+
+def test_two_pipeline_stages(vllm_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model, samples, layer_ids = vllm_model("llama"), random_samples(LENGTHS, seed=9), [0, 2, 4, 6]  # stages 0-2 and 3-5
+    with running(model, layer_ids, pp_size=2) as engine:
+        result = capture(engine, samples, tmp_path / "store")
+    assert {entry["name"].split("-")[1] for entry in result.shards} == {"r001"}  # the last stage writes
+    worst = worst_error(open_states(tmp_path / "store"), reference_states(model, samples, layer_ids))
+    assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"executor": "ray"}, "no Ray executor"),
+        ({"expert_parallel": True}, "expert parallelism"),
+        ({"pp_size": 2, "capture": "hooks"}, "one pipeline stage"),
+        ({"tp_size": 3}, "4 attention heads do not divide by 3"),
+        ({"max_seq_len": 1000}, "more than the model's 512 positions"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_load(
+    vllm_model: Callable[[str], Path], settings: dict[str, Any], message: str
+) -> None:
+    chosen = VllmSettings(describe_model(vllm_model("llama")), **settings)
+    with pytest.raises(PreflightError, match=message):
+        refuse_impossible(chosen, gpu=False)

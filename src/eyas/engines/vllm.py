@@ -164,6 +164,10 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
             f"--tp-size {tp} x --pp-size {settings.pp_size} needs {ranks} GPUs, this machine has {torch.cuda.device_count()}",
             "use fewer ranks, or several hosts with --distributed-executor-backend ray",
         )
+    if settings.executor == "ray" and not gpu:
+        raise PreflightError(
+            "vLLM's CPU build has no Ray executor", "use GPUs, or one engine per host with --shard i/n"
+        )
     if settings.expert_parallel and not gpu:
         raise PreflightError("expert parallelism crashes vLLM's CPU build", "leave out --expert-parallel, or use a GPU")
     if settings.pp_size > 1 and installed_vllm().startswith("0.26"):

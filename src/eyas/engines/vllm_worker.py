@@ -146,6 +146,13 @@ class CaptureWorker(PlatformWorker):
                 "stages between the first and the last pass auxiliary states on only with vLLM's model runner V2",
                 "set VLLM_USE_V2_MODEL_RUNNER=1, or use --pp-size 1 or 2",
             )
+        from vllm.distributed.parallel_state import get_pp_group
+
+        if handler is None and not get_pp_group().is_first_rank and self.model_runner.intermediate_tensors is None:
+            # V1 makes them in its warm-up, which the CPU worker skips in eager mode.
+            self.model_runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=self.model_runner.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
 
     def _shown_path(self) -> str:
         names = " -> ".join(type(module).__name__ for _, module in self._path)
