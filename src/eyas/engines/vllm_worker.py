@@ -126,7 +126,7 @@ class CaptureWorker(PlatformWorker):
         # Models of EagleModelMixin know that there is no residual yet at id 0; others (DeepSeek, Kimi) add None and crash.
         return not hasattr(self._path[-1][1], "_maybe_add_hidden_state")
 
-    def _reserve_pipeline_slots(self, model: torch.nn.Module) -> None:
+    def _reserve_pipeline_slots(self, model: Any) -> None:
         """With pipeline stages, vLLM passes early layers' states on to the last stage: tell its runner which."""
         if self.parallel_config.pipeline_parallel_size == 1:
             return
