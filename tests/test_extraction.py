@@ -18,6 +18,7 @@ from eyas.errors import (
     EXIT_INCOMPLETE,
     EXIT_INTERRUPTED,
     ContractError,
+    DiskFullError,
     FolderConflictError,
     InputError,
     ParityError,
@@ -450,6 +451,32 @@ def test_wrong_tokenizer_wrong_numbers_no_disk(tiny_model, token_rows, tmp_path,
     with pytest.raises(PreflightError, match=r"disk: .* to write"):
         eyas.extract(**options)
     assert not list(tmp_path.glob("s/shard-*"))
+
+
+def test_a_disk_that_fills_up_on_the_way(tiny_model, token_rows, small_disk):
+    """Finished shards are kept, no half one is left, and with room again the same command completes the store."""
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows([50] * 40)),
+        "output_dir": str(small_disk / "s"),
+        "layer_ids": [2],
+        "batch_tokens": 100,
+        "shard_bytes": 60_000,
+    }
+    filler = small_disk / "filler"
+
+    def fill(line: str) -> None:
+        if line.startswith("extracting"):
+            filler.write_bytes(bytes(3_900_000))  # 4.2 MB in all, 0.5 MB of states to come
+
+    with pytest.raises(DiskFullError, match="no space left"):
+        eyas.extract(**options, on_stage=fill)
+    kept = len(eyas.open_states(small_disk / "s", allow_open=True))
+    assert 0 < kept < 40
+    assert not list((small_disk / "s").glob("*.tmp"))
+    filler.unlink()
+    report = eyas.extract(**options)
+    assert (report.exit_code, report.written, report.new_samples) == (0, 40, 40 - kept)
 
 
 def test_repeated_rows_are_extracted_once(tiny_model, token_rows, tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import struct
-import subprocess
 import threading
 from pathlib import Path
 
@@ -443,20 +441,6 @@ def test_shards_that_break_a_rule(tmp_path, change, says):
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 1 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False).returncode
-    ):
-        pytest.skip("mounting a small tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def test_full_disk_keeps_what_is_finished(small_disk):
