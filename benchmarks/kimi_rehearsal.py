@@ -96,6 +96,7 @@ def main() -> None:
     begun, out, work = time.monotonic(), Path(arguments.out), Path(arguments.work)
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(work, ignore_errors=True)
+    extract_gpu.compile_bytecode()
     config = model_shapes.kimi_k25(
         arguments.experts, layers=arguments.num_layers, int4=not (arguments.tiny or arguments.bf16_experts)
     )

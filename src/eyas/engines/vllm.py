@@ -113,9 +113,11 @@ def installed_vllm() -> str:
 
 
 def has_gpu() -> bool:
+    """Whether there is a CUDA GPU, asked of the driver's library: asking CUDA itself would spoil a later fork."""
     import torch
 
-    return torch.cuda.is_available()
+    with _environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return torch.cuda.is_available()
 
 
 def _gpu_memory() -> tuple[int, int] | None:
@@ -234,7 +236,7 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> di
         "EYAS_FAULT_DIR": str(faults),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
     }
     if settings.executor == "ray":
         # The older Ray executor calls the model runner behind the worker's back: nothing would be captured.
