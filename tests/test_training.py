@@ -215,6 +215,26 @@ def test_starting_from_an_existing_draft_keeps_what_it_knows(work):
         train(**options(work, "from2", init_from=work / "source", draft={"intermediate_size": 128}))
 
 
+def test_early_stop_and_the_best_draft_is_kept_not_the_last(work):
+    still = train(**options(work, "still", learning_rate=1e-12, steps=40, eval_every=2, patience=2))
+    assert (still.steps, still.best_step) == (6, 2)
+    # Good steps, then ruinous ones: the folder holds the draft from before the ruin.
+    good = train(**options(work, "ruined", steps=60, eval_every=60))
+    kept = weights(work / "ruined")
+    (work / "ruined" / "settings.json").unlink()
+    ruined = train(**options(work, "ruined", steps=80, eval_every=10, learning_rate=5.0, clip=1e9))
+    assert ruined.last["acceptance_length"] < good.best["acceptance_length"]
+    assert ruined.best == good.best
+    assert all(torch.equal(torch.nan_to_num(v), torch.nan_to_num(kept[k])) for k, v in weights(work / "ruined").items())
+
+
+def test_a_budget_in_seconds_ends_the_run(work):
+    report = train(**options(work, "clock", steps=None, seconds=1.0, eval_every=10**6))
+    assert report.steps > 3
+    assert report.best is not None
+    assert report.best_step == report.steps
+
+
 def test_plan_deals_every_sample_once_and_evenly():
     lengths = np.random.default_rng(0).integers(5, 60, 200)
     positions = np.arange(0, 200, 2)

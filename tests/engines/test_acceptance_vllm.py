@@ -29,7 +29,8 @@ if __name__ == "__main__":
 
 def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from eyas.draft import Draft
     from eyas.draft_files import draft_weights, save_draft
@@ -41,7 +42,7 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=128, initializer_range=0.2, eos_token_id=127,
+        head_dim=32, max_position_embeddings=128, initializer_range=0.2, eos_token_id=127, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -50,6 +51,8 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
             layer.mlp.down_proj.weight.mul_(0.02)
     target = tmp_path / "target"
     model.save_pretrained(target)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w127").save_pretrained(target)
     info = describe_model(target)
     parts = load_target_parts(info)
     counts = np.ones(128, np.int64)
