@@ -47,14 +47,16 @@ def rehearse_like(extract: Callable[..., None]) -> Callable[..., None]:
 
 
 def trace(
-    path: Annotated[Path, typer.Argument(help="A store extracted with --trace, a run folder, or one trace file.")],
+    path: Annotated[
+        Path, typer.Argument(help="A store extracted with --trace, one trace file, or a run (id or folder).")
+    ],
     limit: Annotated[int, typer.Option(help="Most rows to show; 0 for all.")] = 60,
 ) -> None:
     """Show the hops that traced states took: model output, split by request, host copy, shard; the first bad one marked."""
     from eyas.errors import ContractError
     from eyas.trace import first_bad, hop_table, read_hops
 
-    hops = read_hops(path)
+    hops = read_hops(_where_traced(path))
     bad = first_bad(hops)
     shown = hops if limit == 0 else hops[:limit]
     if bad is not None and bad not in shown:
@@ -63,3 +65,17 @@ def trace(
     typer.echo(f"{len(hops)} hops" + (f", {len(shown)} shown" if len(shown) < len(hops) else ""))
     if bad is not None:
         raise typer.Exit(ContractError.exit_code)
+
+
+def _where_traced(path: Path) -> Path:
+    """A path that holds a trace is taken as it is; otherwise it names a run, and the trace lies in the store that the run wrote."""
+    from eyas.errors import InputError
+    from eyas.runs import find
+
+    if path.is_file() or (path.is_dir() and any(path.rglob("trace-*.jsonl"))):
+        return path
+    try:
+        output = find(path).record.get("output_dir")
+    except InputError:
+        return path  # neither: the reader says what is missing
+    return Path(output) if output else path
