@@ -227,7 +227,7 @@ class Keeper:
         self.shm = SharedMemory(folder)
         if self.shm.notify >= 0:
             self.selector.register(self.shm.notify, selectors.EVENT_READ, "shm")
-        self.look_at_shm = 0.0
+        self.look_at_shm = self.next_look = 0.0
         self.started = time.monotonic()
         self.ended_rest = False
         self.ending: threading.Thread | None = None
@@ -363,6 +363,9 @@ class Keeper:
         for stream in self.streams.values():
             if stream.rest and now - stream.since > 1.0:
                 stream.flush()
+        if now >= self.next_look:  # for a segment that is mapped long after it is made, and where there is no notice
+            self.next_look = now + 10.0
+            self.look_at_shm = self.look_at_shm or now
         if self.driver is None:
             self.driver = _driver_in(self.folder)
         if self.driver is not None and not self.driver_left and self._driver_gone():
