@@ -13,11 +13,13 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Runs that the tests start are not the user's.
-os.environ["EYAS_STATE_DIR"] = tempfile.mkdtemp(prefix="eyas-tests-")
 
 from eyas_process import write_token_rows
 from tiny_models import make_tiny_model
+
+# Runs that the tests start are not the user's.
+_state = tempfile.TemporaryDirectory(prefix="eyas-tests-", ignore_cleanup_errors=True)
+os.environ["EYAS_STATE_DIR"] = _state.name
 
 
 @pytest.fixture(scope="session")

@@ -363,6 +363,16 @@ def test_the_end_of_a_run_is_written_down(state, tmp_path, body, state_after, co
         assert view.record["error"] in ("wrong flag", "bug")
 
 
+def test_a_forked_child_that_leaves_by_an_exception_does_not_end_the_run(state, tmp_path):
+    body = (
+        "with runs.start('test'):\n    import os\n    pid = os.fork()\n    if pid == 0:\n        sys.exit(7)\n"
+        "    os.waitpid(pid, 0)\n    time.sleep(0.2)\n    print('still', runs.load(runs.current().folder).state)\n"
+    )
+    done = script_run(tmp_path, body)
+    assert "still running" in done.stdout
+    assert runs.list_runs()[0].state == "finished"
+
+
 def test_rate_and_time_to_go_come_from_the_counts(tmp_path):
     run = runs.Run("r", tmp_path, {})
     run.progress(stage="work", samples=0, total=1000, tokens=0)

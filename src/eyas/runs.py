@@ -285,12 +285,14 @@ def start(
     restore = _gentle_signals()
     run._begin()
     logger.info("run %s: %s", run.id, " ".join([command, *argv[1:]]))
-    status, code, text = "failed", 1, None
+    status, code, text, owner = "failed", 1, None, os.getpid()
     try:
         yield run
         code = run.exit_code or 0
         status = _status_for(code)
     except BaseException as error:
+        if os.getpid() != owner:
+            raise  # a forked child that leaves through here: the run is not its own to end
         code, text = _code_of(error), _text_of(error)
         if code == EXIT_INTERRUPTED and _stall_stop(folder):
             code, status = StalledError.exit_code, "stalled"
@@ -307,11 +309,12 @@ def start(
             _show_first_causes(run)
         raise
     finally:
-        restore()
-        run._end(status, code, text)
-        logger.info("run %s: %s, exit code %d", run.id, status, code)
-        logs.detach_driver()
-        _current = None
+        if os.getpid() == owner:
+            restore()
+            run._end(status, code, text)
+            logger.info("run %s: %s, exit code %d", run.id, status, code)
+            logs.detach_driver()
+            _current = None
 
 
 def _status_for(code: int) -> str:
