@@ -295,6 +295,29 @@ def test_watchdog_ends_a_driver_that_is_deaf_with_the_same_exit_code(drive):
     wait_for(lambda: not driven.marks(), 30)
 
 
+def test_ctrl_c_reaches_the_driver_and_not_its_ranks(state, tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        DRIVER.replace("    while True:\n        time.sleep(0.05)\n\ndef main", "    time.sleep(600)\n\ndef main")
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), f"eyas-test-{os.getpid()}-int"],
+        env=eyas_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_for(lambda: runs.list_runs() and runs.list_runs()[0].progress.get("samples"))
+    view = runs.list_runs()[0]
+    ranks = [mark for mark in processes_of_run(view.id, view.folder) if mark != view.driver]
+    assert len(ranks) >= 2
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends to everyone in its foreground
+    process.wait(60)
+    assert runs.list_runs()[0].state == "stopped"
+    wait_for(lambda: not any(is_alive(mark) for mark in ranks), 30)
+    assert list(read_lines(view.folder, Wanted(ranks=(0, 1), grep="KeyboardInterrupt"))) == []
+
+
 def test_a_terminal_that_is_closed_ends_a_run_in_good_order(state, tmp_path):
     import fcntl
     import pty

@@ -71,8 +71,15 @@ def attach_process(role: str = "process", rank: int | None = None, *, force_stre
             _rename(role, rank)
         _dump_on_crash()
         return True
+    _leave_terminal_group()
     _attach(Path(folder), role, rank, force_streams)
     return True
+
+
+def _leave_terminal_group() -> None:
+    """Ctrl-C is for the driver, which ends the run in good order; an engine or loader that hears it too shuts down under its feet."""
+    with contextlib.suppress(OSError):  # it leads a session of its own already
+        os.setpgid(0, 0)
 
 
 def _file_stem(role: str, rank: int | None) -> str:
@@ -408,6 +415,7 @@ def _after_fork() -> None:
         sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w", closefd=False)) for number in (1, 2))
         _unbuffer()
     os.close(old["writer"].descriptor)
+    _leave_terminal_group()
     _attach(folder, "fork", None, False)
 
 
