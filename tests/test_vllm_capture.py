@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from eyas.dataset import Sample
-from eyas.engines.vllm import VllmSettings, engine_arguments, thread_binding
 from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
+from eyas.engines.vllm_start import VllmSettings, engine_arguments, thread_binding
 from eyas.errors import ContractError, InputError
 from eyas.extraction import ExtractSettings, in_share
 from eyas.rehearsal import shallow_config, shallow_ids

