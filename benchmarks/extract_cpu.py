@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from eyas.batches import plan_batches
 from eyas.dataset import open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines import packed_attention
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
-from eyas.extraction import plan_batches
 from eyas.layers import resolve_layer_ids
 from eyas.manifest import package_version
 from eyas.model_files import describe_model

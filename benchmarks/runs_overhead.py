@@ -28,10 +28,10 @@ from pathlib import Path
 from extract_cpu import cpu_name
 
 from eyas import runs
+from eyas.batches import plan_batches
 from eyas.dataset import open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
-from eyas.extraction import plan_batches
 from eyas.layers import resolve_layer_ids
 from eyas.manifest import package_version
 from eyas.model_files import describe_model

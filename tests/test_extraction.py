@@ -14,6 +14,7 @@ import torch
 from eyas_process import eyas_command, eyas_environment, run_eyas
 
 import eyas
+from eyas.batches import plan_batches
 from eyas.errors import (
     EXIT_INCOMPLETE,
     EXIT_INTERRUPTED,
@@ -24,7 +25,6 @@ from eyas.errors import (
     ParityError,
     PreflightError,
 )
-from eyas.extraction import plan_batches
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
@@ -347,7 +347,7 @@ def test_output_folder_conflicts(tiny_model, token_rows, tmp_path):
 
 
 def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
-    from eyas.extraction import lock_folder
+    from eyas.folder_lock import lock_folder
 
     options = {
         "model_path": str(tiny_model("llama")),

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.batches import in_share
 from eyas.dataset import Sample
 from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
 from eyas.engines.vllm_start import VllmSettings, engine_arguments, thread_binding
 from eyas.errors import ContractError, InputError
-from eyas.extraction import ExtractSettings, in_share
+from eyas.extraction import ExtractSettings
 from eyas.rehearsal import shallow_config, shallow_ids
 from eyas.shard_writer import ShardWriter
 from eyas.store import StoreSpec, open_states, write_store_manifest

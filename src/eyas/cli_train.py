@@ -81,8 +81,8 @@ def train(
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:
     """Train an EAGLE-3 draft on a state store; the best one by simulated acceptance length is kept."""
-    from eyas.extraction import stoppable
     from eyas.runs import report_progress
+    from eyas.stop_request import stoppable
     from eyas.train_console import TrainDisplay, show_train_report
     from eyas.training import train as run
 

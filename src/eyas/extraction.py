@@ -9,16 +9,10 @@ moment and started again ends with the same samples and the same bytes as an und
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import signal
-import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +20,18 @@ from typing import Any
 import numpy as np
 
 from eyas import machine, preflight
-from eyas.dataset import Sample, TokenDataset, open_dataset
+from eyas.batches import in_share, pick_parity_samples, plan_batches, read_batches
+from eyas.dataset import TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
 from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError
+from eyas.folder_lock import closing_time, lock_folder, lock_name
 from eyas.layers import LayerIndex, resolve_layer_ids
 from eyas.manifest import now, refuse_foreign_folder
 from eyas.model_files import ModelInfo, describe_model
 from eyas.preflight import Check
 from eyas.shard_writer import DEFAULT_SHARD_BYTES
+from eyas.stop_request import StopRequest, stoppable
 from eyas.store import (
     LEDGER,
     STORE_DTYPES,
@@ -313,18 +310,6 @@ def wants_rehearsal(settings: ExtractSettings, info: ModelInfo) -> bool:
     return settings.rehearsal == "always" or info.weight_bytes > REHEARSE_BYTES
 
 
-def in_share(sample_id: str, replica: tuple[int, int]) -> bool:
-    """Whether a sample belongs to the i-th of n parts of a dataset: by its id alone, the same on every host."""
-    part, parts = replica
-    # The id's last digits; the ranks of one engine divide theirs by CRC-32, and two splits by one hash would leave ranks idle.
-    return parts == 1 or int(sample_id[-12:], 16) % parts == part
-
-
-def lock_name(replica: tuple[int, int]) -> str:
-    """`.lock`, or `.lock-s003` for a part: parts write side by side, each into shards of its own name."""
-    return ".lock" if replica[1] == 1 else f".lock-s{replica[0]:03d}"
-
-
 def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None, longest: int) -> Engine:
     """The engine that `--engine` names, not loaded yet. `longest`: tokens of the longest sample it must take."""
     if settings.engine == "transformers":
@@ -361,25 +346,6 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
             )
         )
     raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
-
-
-def plan_batches(
-    lengths: np.ndarray, positions: np.ndarray, batch_tokens: int, batch_size: int | None
-) -> list[list[int]]:
-    """Next-fit in dataset order: rows of at most `batch_tokens` tokens and `batch_size` samples; a longer sample has its own.
-
-    Nothing is padded, so there is nothing to gain from sorting by length, and dataset order keeps reads sequential.
-    """
-    batches: list[list[int]] = []
-    used = 0
-    for position in positions:
-        length = int(lengths[position])
-        if not batches or used + length > batch_tokens or (batch_size is not None and len(batches[-1]) >= batch_size):
-            batches.append([])
-            used = 0
-        batches[-1].append(int(position))
-        used += length
-    return batches
 
 
 def _run(
@@ -506,14 +472,6 @@ def read_parity(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()).get("parity") if path.exists() else None
 
 
-@contextmanager
-def closing_time(folder: Path) -> Iterator[None]:
-    """One run at a time sums up a store: parts (`--shard i/n`) may end in the same second."""
-    with open(folder / ".lock-summary", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def read_ledger(folder: Path) -> dict[str, str]:
     """Sample id -> reason, of the ledger as it stands; {} without one."""
     path = folder / LEDGER
@@ -533,96 +491,3 @@ def write_ledger(folder: Path, rejected: Sequence[tuple[str, str]]) -> None:
     lines = (json.dumps({"sample_id": one, "reason": why, "time": now()}) + "\n" for one, why in rejected)
     temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_size: int) -> Iterator[list[Sample]]:
-    """Read batches when they are asked for, checking token ids against the target's vocabulary.
-
-    Raises InputError for a token id outside it: the dataset was made with another tokenizer.
-    """
-    for batch in batches:
-        samples = [dataset[i] for i in batch]
-        for position, sample in zip(batch, samples, strict=True):
-            if int(sample.token_ids.max()) >= vocab_size:
-                raise InputError(
-                    f"{dataset.path}: sample {position} has token id {int(sample.token_ids.max())}, the target's vocabulary has {vocab_size}",
-                    "the dataset was made with another tokenizer: run `eyas prepare` with this --model-path",
-                )
-        yield samples
-
-
-def pick_parity_samples(
-    lengths: np.ndarray, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
-) -> list[int]:
-    """Positions of a few samples for gate 4: the shortest, then others spread over the dataset, while they fit in `most_tokens`."""
-    positions = [i for batch in batches for i in batch]
-    shortest = min(positions, key=lambda i: int(lengths[i]))
-    spread = [positions[k] for k in np.linspace(0, len(positions) - 1, max(count, 2)).astype(int)]
-    chosen: list[int] = []
-    tokens = 0
-    for i in [shortest, *spread]:
-        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(lengths[i]) <= most_tokens):
-            chosen.append(i)
-            tokens += int(lengths[i])
-    return chosen
-
-
-@contextmanager
-def lock_folder(folder: Path, name: str = ".lock") -> Iterator[None]:
-    """Hold an output folder for one run; the lock goes with the process, however it ends.
-
-    Raises FolderConflictError naming the run, process and host that hold it.
-    """
-    path = folder / name
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "an unknown run"
-            raise FolderConflictError(
-                f"{folder} is being written by another run: {holder}",
-                "wait for it, stop it, or name another --output-dir",
-            ) from None
-        file.truncate(0)
-        json.dump(
-            {
-                "run": os.environ.get("EYAS_RUN_ID"),
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": now(),
-                "command": " ".join(sys.argv),
-            },
-            file,
-        )
-        file.flush()
-        # The file stays: removing it would let a third process lock a new one while a second holds the old.
-        yield
-
-
-class StopRequest(threading.Event):
-    """Set when the user asked for an ordered stop. `in_bulk`: there are open shards to finish."""
-
-    in_bulk = False
-
-
-@contextmanager
-def stoppable() -> Iterator[StopRequest]:
-    """Turn the first Ctrl-C or SIGTERM during bulk into an ordered stop; a second one, or one before bulk, stops at once."""
-    stop = StopRequest()
-
-    def on_signal(number: int, _frame: Any) -> None:
-        if stop.is_set() or not stop.in_bulk:
-            raise KeyboardInterrupt
-        log.warning("%s: finishing the open shard; once more stops at once", signal.Signals(number).name)
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
