@@ -241,15 +241,20 @@ def demo(
     states_only: Annotated[bool, typer.Option(help="Stop after the verified store: a minute or two.")] = False,
 ) -> None:
     """The whole pipeline on the embedded model: minutes on a laptop CPU, no network."""
-    from eyas import console
+    from eyas import console, runs
     from eyas.demo import demo as run
+    from eyas.report import write_report
 
-    run(
-        output_dir,
-        lambda line: console.out.print(f"[bold]{line}[/]"),
-        lambda report: console.show_rows(report.rows, "\ndone"),
-        states_only=states_only,
-    )
+    store = str((output_dir / "states").absolute())
+    with runs.start("demo", list(cli_runs.typed), output_dir=store, model_path="smollm2") as one:
+        run(
+            output_dir,
+            lambda line: console.out.print(f"[bold]{line}[/]"),
+            lambda report: console.show_rows(report.rows, "\ndone"),
+            states_only=states_only,
+        )
+    page = write_report(runs.load(one.folder), output_dir / "report.html")
+    console.out.print(f"\nall of it on one page: {page}")
 
 
 #: Options that take several values after one flag, as in `--layer-ids 2 30 58 60`.

@@ -17,10 +17,12 @@ from eyas.console import BulkBar, parity_text, show_preflight
 from eyas.demo_draft import narrow_domain_draft
 from eyas.demo_draft import rows as draft_rows
 from eyas.embedded import EMBEDDED_NAME, resolve_model_path
+from eyas.engines.base import Progress
 from eyas.errors import StoreError
 from eyas.extraction import extract
 from eyas.model_files import human_bytes
 from eyas.preparation import prepare
+from eyas.runs import note, report_progress
 from eyas.train_console import TrainDisplay
 from eyas.verification import verify
 
@@ -60,6 +62,11 @@ def demo(
     prepared = prepare("conversations", EMBEDDED_NAME, folder / "dataset")
     say("3/9  extract: hidden states of layers 2, 15, 27 and the target state")
     bar = BulkBar()
+
+    def advance(done: Progress, samples: int, tokens: int) -> None:
+        report_progress(samples=done.samples, total=samples, tokens=done.tokens, total_tokens=tokens, bytes=done.bytes)
+        bar.update(done, samples, tokens)
+
     try:
         report = extract(
             model_path=EMBEDDED_NAME,
@@ -67,7 +74,7 @@ def demo(
             output_dir=str(folder / "states"),
             on_preflight=show_preflight,
             on_stage=lambda line: bar.begin() if line.startswith("extracting") else None,
-            on_progress=bar.update,
+            on_progress=advance,
         )
     finally:
         bar.close()
@@ -77,7 +84,11 @@ def demo(
         raise StoreError(
             f"the demo's store does not verify: {checked.problems[0]}", "please report it with this output"
         )
-    rate = f"{report.new_tokens / report.seconds:,.0f} tok/s" if report.new_tokens else "all there from an earlier run"
+    rate = (
+        f"extracted at {report.new_tokens / report.seconds:,.0f} tok/s"
+        if report.new_tokens
+        else "all there from an earlier run"
+    )
     store_report = DemoReport(
         (
             ("model", f"{EMBEDDED_NAME} (SmolLM2-135M-Instruct), {model}"),
@@ -87,7 +98,7 @@ def demo(
             ),
             (
                 "states",
-                f"{folder / 'states'}: {report.written} samples, {human_bytes(report.bytes)}, extracted at {rate}",
+                f"{folder / 'states'}: {report.written} samples, {human_bytes(report.bytes)}, {rate}",
             ),
             ("parity", parity_text(report.parity)),
             ("verified", f"{checked.shards} shards, {checked.tokens} tokens; {checked.recompute_note}"),
@@ -96,6 +107,7 @@ def demo(
         )
     )
     show(store_report)
+    note(results=[list(row) for row in store_report.rows])
     if states_only:
         return store_report
     say("now a draft, on a narrow domain that it learns in minutes (Ctrl-C leaves the store as it is)")
@@ -113,4 +125,5 @@ def demo(
         display.close()
     draft_report = DemoReport((*draft_rows(draft), ("time", f"{time.monotonic() - begun:.0f} s in all")))
     show(draft_report)
+    note(results=[list(row) for row in (*store_report.rows, *draft_report.rows)])
     return draft_report

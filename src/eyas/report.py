@@ -68,6 +68,7 @@ def contents(view: RunView) -> dict[str, Any]:
         "ledger": ledger_reasons(Path(record["output_dir"])) if record.get("output_dir") else [],
         "manifest": manifest,
         "preflight": record.get("preflight", []),
+        "results": record.get("results", []),
         "processes": _processes(view.folder),
         "causes": [
             {"who": c.who, "pid": c.pid, "time": _clock(c.time), "text": c.text.rstrip(), "head": c.headline}
