@@ -488,8 +488,8 @@ def test_flags_of_starting_are_not_part_of_the_command():
 
 @pytest.fixture
 def slow_extract(state: Path, tmp_path: Path, tiny_model) -> list[str]:
-    """Flags of an extraction that takes long enough to be killed: thousands of forward passes of one sample."""
-    rows = write_token_rows(tmp_path / "rows.jsonl", [16] * 4000)
+    """Flags of an extraction that takes long enough to be killed: a forward pass for each of many samples."""
+    rows = write_token_rows(tmp_path / "rows.jsonl", [16] * 16000)
     return [
         "extract", "--model-path", str(tiny_model("llama")), "--prepared-data", str(rows), "--output-dir",
         str(tmp_path / "out"), "--layer-ids", "1", "2", "--batch-size", "1", "--shard-size", "0.2",
@@ -528,7 +528,7 @@ def test_detached_extract_stopped_then_resumed_then_complete(slow_extract, tmp_p
     assert not list((tmp_path / "out").glob("shard-*.tmp"))
 
     done = eyas("runs", "resume", again)  # in the foreground
-    assert "4000 of 4000" in done
+    assert "16000 of 16000" in done
     assert runs.list_runs()[0].state == "finished"
     assert len(runs.list_runs()) == 4  # the refused one too
     shutil.rmtree(tmp_path / "out")
