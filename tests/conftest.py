@@ -22,6 +22,25 @@ _state = tempfile.TemporaryDirectory(prefix="eyas-tests-", ignore_cleanup_errors
 os.environ["EYAS_STATE_DIR"] = _state.name
 
 
+#: Tests that start, stop and kill real processes, and wait for what those do. On a busy machine a wait can be too short: these, and
+#: only these, get a second try. A test that is wrong fails twice.
+REAL_PROCESSES = (
+    "test_runs",
+    "test_logs",
+    "test_remote",
+    "test_doctor",
+    "test_vllm",
+    "test_regenerate_vllm",
+    "test_acceptance_vllm",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.startswith(REAL_PROCESSES):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_model("llama")` -> folder of a tiny random model, made once per session."""
