@@ -10,6 +10,18 @@ from pathlib import Path
 VOCABULARY = 128
 
 
+def draw_weights(model) -> None:
+    """Draw a fresh model's weights as this module's opening says."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(("ln_f.weight", "ln_1.weight", "ln_2.weight")):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=0.15)
+
+
 def make_tiny_wrapper(folder: Path, seed: int = 0) -> Path:
     """A text model inside a multimodal wrapper: `Gemma3ForConditionalGeneration` with a tiny vision tower."""
     import torch
@@ -34,12 +46,7 @@ def make_tiny_wrapper(folder: Path, seed: int = 0) -> Path:
         eoi_token_index=122,
     )
     model = t.Gemma3ForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif parameter.ndim >= 2:
-                torch.nn.init.normal_(parameter, std=0.15)
+    draw_weights(model)
     model.save_pretrained(folder)
     return folder
 
@@ -51,12 +58,7 @@ def make_tiny_model(kind: str, folder: Path, seed: int = 0, dtype: str = "float3
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith(("ln_f.weight", "ln_1.weight", "ln_2.weight")):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif parameter.ndim >= 2:
-                torch.nn.init.normal_(parameter, std=0.15)
+    draw_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 

@@ -380,6 +380,28 @@ class States(torch.utils.data.Dataset[StateSample]):
         return (self[i] for i in range(len(self)))
 
 
+def differences_from_manifest(header: ShardHeader, manifest: dict[str, Any]) -> list[str]:
+    """What a shard says of itself that the store's manifest says otherwise; empty for a shard of this store."""
+    own, model = json.loads(header.metadata["model"]), manifest["model"]
+    said = {
+        "layer_ids": list(header.layer_ids),
+        "dataset": header.metadata.get("dataset_hash"),
+        "dtype": header.metadata["dtype"],
+        "store_dtype": header.metadata["store_dtype"],
+        "config_hash": own.get("config_hash"),
+        "weights_hash": own.get("weights_hash"),
+    }
+    want = {
+        "layer_ids": manifest["layer_ids"],
+        "dataset": manifest["dataset"]["hash"],
+        "dtype": manifest["dtype"],
+        "store_dtype": manifest["store_dtype"],
+        "config_hash": model.get("config_hash"),
+        "weights_hash": model.get("weights_hash"),
+    }
+    return differing_fields(said, want)
+
+
 def open_states(path: str | Path, layers: Sequence[int] | None = None, *, allow_open: bool = False) -> States:
     """Open a state store for reading.
 
@@ -401,23 +423,7 @@ def open_states(path: str | Path, layers: Sequence[int] | None = None, *, allow_
         )
     headers = finished_shards(path)
     for header in headers:
-        said = {
-            "layer_ids": list(header.layer_ids),
-            "dataset": header.metadata.get("dataset_hash"),
-            "dtype": header.metadata["dtype"],
-            "store_dtype": header.metadata["store_dtype"],
-            "config_hash": json.loads(header.metadata["model"]).get("config_hash"),
-            "weights_hash": json.loads(header.metadata["model"]).get("weights_hash"),
-        }
-        want = {
-            "layer_ids": manifest["layer_ids"],
-            "dataset": manifest["dataset"]["hash"],
-            "dtype": manifest["dtype"],
-            "store_dtype": manifest["store_dtype"],
-            "config_hash": manifest["model"].get("config_hash"),
-            "weights_hash": manifest["model"].get("weights_hash"),
-        }
-        lines = differing_fields(said, want)
+        lines = differences_from_manifest(header, manifest)
         if lines:
             raise StoreError(
                 f"{header.path} does not belong to this store:\n  " + "\n  ".join(lines),

@@ -7,7 +7,6 @@ its manifest, with the time; `eyas train` asks for that mark.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -29,6 +28,7 @@ from eyas.store import (
     LEDGER,
     ShardHeader,
     StoreSpec,
+    differences_from_manifest,
     open_shard,
     open_states,
     read_shard_header,
@@ -120,23 +120,7 @@ def _check_shard(
 ) -> ShardHeader:
     """Every byte of one shard. Raises StoreError at its first problem."""
     header = read_shard_header(path)
-    own = json.loads(header.metadata["model"])
-    lines = differing_fields(
-        {
-            "layer_ids": list(header.layer_ids),
-            "dataset": header.metadata.get("dataset_hash"),
-            "store_dtype": header.metadata["store_dtype"],
-            "model": own.get("config_hash"),
-            "weights": own.get("weights_hash"),
-        },
-        {
-            "layer_ids": manifest["layer_ids"],
-            "dataset": manifest["dataset"]["hash"],
-            "store_dtype": manifest["store_dtype"],
-            "model": manifest["model"].get("config_hash"),
-            "weights": manifest["model"].get("weights_hash"),
-        },
-    )
+    lines = differences_from_manifest(header, manifest)
     if lines:
         raise StoreError(
             f"{path} does not belong to this store (fault F12):\n  " + "\n  ".join(lines), "take this shard out"
