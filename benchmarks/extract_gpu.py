@@ -200,7 +200,9 @@ def run_part(arguments: argparse.Namespace) -> dict[str, Any]:
             result["touch_seconds"] = round(touch_pages(store, min(count * per_sample, 40 * 2**30)), 1)
         if arguments.part == "plain":
             engine.prefill(warm)
-            result["runs"] = [_plain(engine, samples, tokens, "plain") for _ in range(arguments.repeats)]
+            result["runs"] = [
+                _plain(engine, samples, tokens, "plain") for _ in range(arguments.repeats * len(arguments.shard_mb))
+            ]
         elif arguments.part == "native":
             engine.prefill(warm)
             _remove_native(engine)
@@ -210,11 +212,11 @@ def run_part(arguments: argparse.Namespace) -> dict[str, Any]:
                 _remove_native(engine)
             result["runs"] = runs
         else:
-            _captured(engine, warm, layers, store, arguments)
+            _captured(engine, warm, layers, store, arguments.shard_mb[0])
             runs, idle = [], []
             for _ in range(arguments.repeats):
                 idle.append(_plain(engine, samples, tokens, "auxiliary states computed, not stored"))
-                runs.append(_captured(engine, samples, layers, store, arguments))
+                runs += [_captured(engine, samples, layers, store, size) for size in arguments.shard_mb]
             result |= {"runs": runs, "idle": idle}
     finally:
         engine.close()
@@ -244,9 +246,7 @@ def _native(engine: Any, samples: list[Any], tokens: int) -> dict[str, Any]:
     return {"seconds": seconds, "tokens_per_s": tokens / seconds, "bytes_per_s": size / seconds}
 
 
-def _captured(
-    engine: Any, samples: list[Any], layers: list[int], store: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _captured(engine: Any, samples: list[Any], layers: list[int], store: Path, shard_mb: int) -> dict[str, Any]:
     from eyas.store import StoreSpec, open_states, write_store_manifest
 
     shutil.rmtree(store, ignore_errors=True)
@@ -257,7 +257,7 @@ def _captured(
         [samples],
         store,
         spec,
-        shard_bytes=arguments.shard_mb * 2**20,
+        shard_bytes=shard_mb * 2**20,
         done=(),
         progress=lambda _: None,
         stop=threading.Event(),
@@ -275,7 +275,7 @@ def _captured(
     for entry in result.shards:
         writers[entry["name"].split("-")[1]] += entry["samples"]
     print(
-        f"  eyas: {tokens / seconds:,.0f} tok/s ({seconds:.2f} s; open {times['open']:.2f}, close {times['close']:.2f}), "
+        f"  eyas, shards of {shard_mb} MiB: {tokens / seconds:,.0f} tok/s ({seconds:.2f} s; open {times['open']:.2f}, close {times['close']:.2f}), "
         f"{size / seconds / 1e9:.2f} GB/s, all {len(samples)} samples: {whole}, shapes right: {shapes_right}, by rank {writers}",
         flush=True,
     )
@@ -286,6 +286,8 @@ def _captured(
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "bytes_per_s": size / seconds,
+        "shard_mb": shard_mb,
+        "until_last_answer_tokens_per_s": tokens / times["run"],
         "open_seconds": times["open"],
         "close_seconds": times["close"],
         "complete": whole and shapes_right,
@@ -293,8 +295,8 @@ def _captured(
     }
 
 
-def best(part: dict[str, Any] | None, key: str = "runs") -> float | None:
-    runs = (part or {}).get(key) or []
+def best(part: dict[str, Any] | None) -> float | None:
+    runs = (part or {}).get("runs") or []
     return max((run["tokens_per_s"] for run in runs), default=None)
 
 
@@ -309,18 +311,24 @@ def table(results: dict[str, Any]) -> str:
         "| part | tok/s, best of runs | of plain | GB/s written | all runs, tok/s |",
         "|---|---|---|---|---|",
     ]
-    rows = [("plain prefill", "plain", "runs"), ("auxiliary states computed, not stored", "eyas", "idle")]
-    rows += [("eyas extract, all checks", "eyas", "runs"), ("vLLM's own extract_hidden_states", "native", "runs")]
-    for name, part, key in rows:
-        found = parts.get(part, {})
-        value = best(found, key)
-        if value is None:
-            lines.append(f"| {name} | not obtained: {found.get('error', 'not run')} | | | |")
+    captured = (parts.get("eyas") or {}).get("runs") or []
+    rows: list[tuple[str, str, list[dict[str, Any]]]] = [
+        ("plain prefill", "plain", (parts.get("plain") or {}).get("runs") or []),
+        ("auxiliary states computed, not stored", "eyas", (parts.get("eyas") or {}).get("idle") or []),
+    ]
+    for size in dict.fromkeys(run["shard_mb"] for run in captured) or [None]:
+        mine = [run for run in captured if run["shard_mb"] == size]
+        rows.append((f"eyas extract, all checks{f', shards of {size} MiB' if size else ''}", "eyas", mine))
+    rows.append(("vLLM's own extract_hidden_states", "native", (parts.get("native") or {}).get("runs") or []))
+    for name, part, runs in rows:
+        if not runs:
+            lines.append(f"| {name} | not obtained: {parts.get(part, {}).get('error', 'not run')} | | | |")
             continue
+        top = max(runs, key=lambda run: run["tokens_per_s"])
+        value = top["tokens_per_s"]
         share = f"{value / plain:.1%}" if plain else ""
-        top = max(found[key], key=lambda run: run["tokens_per_s"])
         written = f"{top['bytes_per_s'] / 1e9:.2f}" if "bytes_per_s" in top else ""
-        every = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in found[key])
+        every = ", ".join(f"{run['tokens_per_s']:,.0f}" for run in runs)
         lines.append(f"| {name} | {value:,.0f} | {share} | {written} | {every} |")
     for part, found in parts.items():
         if "load_seconds" in found:
@@ -348,7 +356,13 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--step-tokens", type=int, default=16384)
-    parser.add_argument("--shard-mb", type=int, default=256)
+    parser.add_argument(
+        "--shard-mb",
+        type=int,
+        nargs="+",
+        default=[256],
+        help="sizes to try, each in every repeat (plain runs as often)",
+    )
     parser.add_argument("--buffers", type=int, default=6)
     parser.add_argument("--writer-threads", type=int, default=3)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)

@@ -63,17 +63,19 @@ def step(name: str, command: list[str], log: Path, timeout: float) -> tuple[floa
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     print("\n".join(lines[-12 if code == 0 else -45 :]), flush=True)
     print(f"--- {name}: exit {code} after {seconds:.0f} s", flush=True)
-    if code:
-        print_run_logs()
+    keep_run_logs(log.with_suffix(""), show=12 if code else 0)
     return seconds, code
 
 
-def print_run_logs(lines: int = 12) -> None:
-    """The end of what each process of the failed run said: its output went to the run folder, not to this terminal."""
-    folders = sorted(Path(os.environ["EYAS_STATE_DIR"]).glob("runs/*"), key=lambda p: p.stat().st_mtime)
-    for file in sorted(folders[-1].rglob("logs/*.jsonl")) if folders else []:
-        tail = file.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        print(f"    {file.name}", *(f"      {line[:300]}" for line in tail), sep="\n", flush=True)
+def keep_run_logs(folder: Path, *, show: int) -> None:
+    """Copy what each process of the newest run said beside the results (it went to the run folder, not to this terminal); print `show` last lines."""
+    runs = sorted(Path(os.environ["EYAS_STATE_DIR"]).glob("runs/*"), key=lambda p: p.stat().st_mtime)
+    for file in sorted(runs[-1].rglob("logs/*.jsonl")) if runs else []:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / file.name)
+        if show:
+            tail = file.read_text(encoding="utf-8", errors="replace").splitlines()[-show:]
+            print(f"    {file.name}", *(f"      {line[:300]}" for line in tail), sep="\n", flush=True)
 
 
 def main() -> None:

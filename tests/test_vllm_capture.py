@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,10 @@ def test_the_engine_is_told_the_layers_in_its_hashed_configuration(tiny_model, t
     assert one["additional_config"] != other["additional_config"]
     assert one["enable_prefix_caching"] is False
     assert one["enforce_eager"] is False  # compile and CUDA graphs stay on
+    assert one["compilation_config"]["cudagraph_capture_sizes"][-1] == 512
+    short = engine_arguments(replace(settings, step_tokens=100), [2], tmp_path, gpu=True)
+    assert short["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
+    assert "compilation_config" not in engine_arguments(replace(settings, eager=True), [2], tmp_path, gpu=True)
 
 
 def test_a_shallow_copy_tells_the_ids_apart() -> None:

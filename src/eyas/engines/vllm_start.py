@@ -26,6 +26,9 @@ WORKER = "eyas.engines.vllm_worker.CaptureWorker"
 DUMMY_FORMAT = "eyas_dummy"
 #: Tokens of one engine step: large enough for full prefill speed, small enough that two steps' states fit beside the model.
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}
+#: Steps that run as CUDA graphs, in tokens. Prefill steps are far larger; only the last ones of a run can be this small, and none of
+#: them is a decoding step. vLLM's own list, made for decoding, has 51 sizes, each captured twice while the engine starts.
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,9 @@ def engine_arguments(
         arguments |= native_arguments(sorted(layer_ids), native_folder, gpu=gpu)
     if _is_multimodal(settings.model.path):
         arguments["language_model_only"] = True  # text prompts only: no image encoder, no processor files
+    if gpu and not eager:
+        sizes = [size for size in GRAPH_SIZES if size <= step_tokens]
+        arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
     if not gpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _cpu_cache_bytes()
         if uses_mla(settings.model.path):
