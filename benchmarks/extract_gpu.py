@@ -257,7 +257,7 @@ def _captured(engine: Any, samples: list[Any], layers: list[int], store: Path, s
         [samples],
         store,
         spec,
-        shard_bytes=shard_mb * 2**20,
+        shard_bytes=shard_mb * 10**6,
         done=(),
         progress=lambda _: None,
         stop=threading.Event(),
@@ -275,7 +275,7 @@ def _captured(engine: Any, samples: list[Any], layers: list[int], store: Path, s
     for entry in result.shards:
         writers[entry["name"].split("-")[1]] += entry["samples"]
     print(
-        f"  eyas, shards of {shard_mb} MiB: {tokens / seconds:,.0f} tok/s ({seconds:.2f} s; open {times['open']:.2f}, close {times['close']:.2f}), "
+        f"  eyas, shards of {shard_mb} MB: {tokens / seconds:,.0f} tok/s ({seconds:.2f} s; open {times['open']:.2f}, close {times['close']:.2f}), "
         f"{size / seconds / 1e9:.2f} GB/s, all {len(samples)} samples: {whole}, shapes right: {shapes_right}, by rank {writers}",
         flush=True,
     )
@@ -318,7 +318,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     for size in dict.fromkeys(run["shard_mb"] for run in captured) or [None]:
         mine = [run for run in captured if run["shard_mb"] == size]
-        rows.append((f"eyas extract, all checks{f', shards of {size} MiB' if size else ''}", "eyas", mine))
+        rows.append((f"eyas extract, all checks{f', shards of {size} MB' if size else ''}", "eyas", mine))
     rows.append(("vLLM's own extract_hidden_states", "native", (parts.get("native") or {}).get("runs") or []))
     for name, part, runs in rows:
         if not runs:
@@ -363,8 +363,8 @@ def main() -> None:
         default=[256],
         help="sizes to try, each in every repeat (plain runs as often)",
     )
-    parser.add_argument("--buffers", type=int, default=6)
-    parser.add_argument("--writer-threads", type=int, default=3)
+    parser.add_argument("--buffers", type=int, help="per rank; left out: eyas's own choice")
+    parser.add_argument("--writer-threads", type=int, help="per rank; left out: eyas's own choice")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--part-timeout", type=float, default=220, help="seconds for one part")

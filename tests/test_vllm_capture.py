@@ -13,7 +13,7 @@ import torch
 from eyas.batches import in_share
 from eyas.dataset import Sample
 from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
-from eyas.engines.vllm_start import VllmSettings, engine_arguments, thread_binding
+from eyas.engines.vllm_start import VllmSettings, engine_arguments, thread_binding, writer_settings
 from eyas.errors import ContractError, InputError
 from eyas.extraction import ExtractSettings
 from eyas.rehearsal import shallow_config, shallow_ids
@@ -223,3 +223,17 @@ def test_a_shallow_copy_tells_the_ids_apart() -> None:
         "hidden_size": 8,
     }
     assert shallow["vision_config"] == {"num_hidden_layers": 9}
+
+
+def test_host_memory_holds_three_steps_whatever_the_shard_size(tiny_model) -> None:
+    from eyas.model_files import describe_model
+
+    settings = VllmSettings(describe_model(tiny_model("llama")), step_tokens=1000)
+    assert writer_settings(settings, 32_000, 8_000_000, gpu=True)["buffers"] * 8_000_000 >= 3 * 1000 * 32_000
+    assert writer_settings(settings, 32_000, 10**9, gpu=True)["buffers"] == 4
+    shared = writer_settings(replace(settings, tp_size=4), 32_000, 8_000_000, gpu=True)
+    assert 3 * 1000 * 32_000 // 4 < shared["buffers"] * 8_000_000 < 3 * 1000 * 32_000
+    assert writer_settings(replace(settings, buffers=7, writer_threads=3), 1, 1, gpu=True) == {
+        "buffers": 7,
+        "threads": 3,
+    }

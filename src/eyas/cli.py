@@ -131,7 +131,7 @@ def extract(
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of GPU memory for the engine (engine vllm).")
     ] = 0.9,
-    shard_size: Annotated[float, typer.Option(help="Megabytes aimed at per shard.")] = 512,
+    shard_size: Annotated[float, typer.Option(help="Megabytes aimed at per shard.")] = 256,
     parity_samples: Annotated[int, typer.Option(help="Samples for the parity gate.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 (engine transformers).")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: as many as are free.")] = None,

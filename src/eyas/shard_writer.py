@@ -18,7 +18,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,8 +33,14 @@ from eyas.store import DTYPES, StoreSpec, ids_to_words, tensor_checksum, zero_st
 
 log = logging.getLogger(__name__)
 
-DEFAULT_SHARD_BYTES = 512 * 2**20
+#: Small enough that the last shards of a run are soon written, large enough that a terabyte is a few thousand files.
+DEFAULT_SHARD_BYTES = 256_000_000
 FP8_MAX = 448.0  # largest finite e4m3fn
+
+
+def buffers_for(step_bytes: int, shard_bytes: int) -> int:
+    """How many buffers hold three steps' states: one being computed, one being copied, one being written. Four at least."""
+    return max(4, -(-3 * step_bytes // shard_bytes) + 1)
 
 
 class Ready(Protocol):
@@ -122,10 +127,6 @@ class ShardWriter:
             # Page-locking takes a second per few gigabytes: now, not in the middle of the run.
             self._buffers = [self._allocate(self.capacity) for _ in range(self._max_buffers)]
             self._free = list(self._buffers)
-        # One shard's tensors are hashed and written side by side: what is left at the end of a run is on the disk that much sooner.
-        self._pool = ThreadPoolExecutor(
-            max_workers=min(8, len(spec.layer_ids) + 1), thread_name_prefix=f"tensors-{name}"
-        )
         self._threads = [
             threading.Thread(target=self._write_buffers, name=f"shards-{name}-{i}", daemon=True)
             for i in range(max(1, threads))
@@ -188,7 +189,6 @@ class ShardWriter:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        self._pool.shutdown(wait=False)
         self._raise_error()
         if stuck:
             raise StoreError(
@@ -360,12 +360,12 @@ class ShardWriter:
                 statistics[str(i)]["fp8_relative_l2"] = error
             else:
                 tensors[f"hidden.{i}"] = rows
-        checksums = dict(zip(tensors, self._pool.map(tensor_checksum, tensors.values()), strict=True))
+        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         metadata = {**self.spec.metadata(), "checksums": json.dumps(checksums), "norms": json.dumps(statistics)}
         with self._changed:
             path = self.folder / f"shard-{self.name}-{self._sequence:05d}.safetensors"
             self._sequence += 1
-        write_shard_file(path, tensors, metadata, self._pool)
+        write_shard_file(path, tensors, metadata)
         return {
             "name": path.name,
             "samples": len(slots),
@@ -375,9 +375,7 @@ class ShardWriter:
         }
 
 
-def write_shard_file(
-    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], pool: Executor | None = None
-) -> None:
+def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write `<path>.tmp`, flush it to the disk, rename it: a reader sees all of a shard or nothing.
 
     Raises DiskFullError (the temporary file is removed) or StoreError.
@@ -385,7 +383,7 @@ def write_shard_file(
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb", buffering=0) as file:
-            write_safetensors(file, tensors, metadata, pool)
+            write_safetensors(file, tensors, metadata)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_folder(path.parent)
@@ -413,13 +411,11 @@ _DTYPE_NAMES = {
 }
 
 
-def write_safetensors(
-    file: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str], pool: Executor | None = None
-) -> None:
-    """Write contiguous tensors in the safetensors format straight from their memory, side by side when there is a `pool`.
+def write_safetensors(file: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous tensors in the safetensors format straight from their memory.
 
     `safetensors.torch.save_file` copies every tensor into Python bytes first: twice the memory. Here the system calls run beside
-    the engine's own thread, each tensor at its place in the file.
+    the engine's own thread. (One file's tensors are not written side by side: the kernel locks a file for each write.)
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -429,20 +425,14 @@ def write_safetensors(
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins aligned
-    first = 8 + len(text)
-    _write_at(file, memoryview(struct.pack("<Q", len(text)) + text), 0)
-    places = [first + header[name]["data_offsets"][0] for name, _ in ordered]
-    bytes_of = [tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data for _, tensor in ordered]
-    for _ in (pool.map if pool is not None else map)(
-        lambda data, place: _write_at(file, data, place), bytes_of, places
-    ):
-        pass
+    _write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
+    for _, tensor in ordered:
+        _write_all(file, tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
 
 
-def _write_at(file: Any, data: memoryview, place: int) -> None:
+def _write_all(file: Any, data: memoryview) -> None:
     while data:
-        written = os.pwrite(file.fileno(), data[: 2**26], place)
-        data, place = data[written:], place + written
+        data = data[file.write(data[: 2**26]) :]
 
 
 def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:

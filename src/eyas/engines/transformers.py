@@ -250,7 +250,15 @@ class TransformersEngine:
     ) -> CaptureResult:
         """See `engines.base.Engine.capture`."""
         on_gpu = self.device.type == "cuda"
-        writer = ShardWriter(folder, spec, shard_bytes=shard_bytes, pin=on_gpu, norms_given=on_gpu)
+        writer = ShardWriter(
+            folder,
+            spec,
+            shard_bytes=shard_bytes,
+            buffers=4 if on_gpu else 2,
+            threads=2 if on_gpu else 1,
+            pin=on_gpu,
+            norms_given=on_gpu,
+        )
         samples_done = tokens_done = 0
         interrupted = False
         try:

@@ -36,6 +36,7 @@ from eyas.engines.vllm_start import (
     has_gpu,
     installed_vllm,
     refuse_impossible,
+    writer_settings,
 )
 from eyas.errors import EngineError, EyasError
 from eyas.model_files import human_bytes
@@ -191,8 +192,7 @@ class VllmEngine:
             "spec": {**asdict(spec), "layer_ids": list(spec.layer_ids)},
             "name": replica,
             "shard_bytes": shard_bytes,
-            "buffers": self.settings.buffers,
-            "threads": self.settings.writer_threads,
+            **writer_settings(self.settings, spec.bytes_per_token, shard_bytes, gpu=has_gpu()),
             "trace_steps": self.settings.trace_steps,
         }
         result = CaptureResult()

@@ -19,6 +19,7 @@ from eyas.errors import EngineError, InputError, PreflightError
 from eyas.manifest import package_version
 from eyas.model_files import ModelInfo
 from eyas.processes import nvidia_query
+from eyas.shard_writer import buffers_for
 
 SUPPORTED = ((0, 26), (0, 32))
 WORKER = "eyas.engines.vllm_worker.CaptureWorker"
@@ -44,7 +45,8 @@ class VllmSettings:
         load_format: auto, or dummy for random weights.
         capture: aux (the model's interface) | hooks (decoder-layer hooks, eager) | none (plain prefill, for benchmarks and parity).
         trace_steps: engine steps whose hops are recorded. replica: (i, n) of `--shard i/n`.
-        buffers, writer_threads: per rank, see ShardWriter: host memory is buffers x shard bytes.
+        buffers, writer_threads: per rank, see ShardWriter: host memory is buffers x shard bytes. None = room for three steps' states,
+            and as many threads as write them while the next step computes.
         native_folder: where `--capture native` lets vLLM put its files, None = a temporary folder.
         kv_cache_bytes: on the CPU, None = chosen by what is free. extra: more arguments for `vllm.LLM`, passed through.
     """
@@ -65,8 +67,8 @@ class VllmSettings:
     capture: str = "aux"
     trace_steps: int = 0
     replica: tuple[int, int] = (0, 1)
-    buffers: int = 4
-    writer_threads: int = 2
+    buffers: int | None = None
+    writer_threads: int | None = None
     kv_cache_bytes: int | None = None
     native_folder: Path | None = None
     worker_cls: str = WORKER
@@ -187,6 +189,18 @@ def uses_mla(folder: Path) -> bool:
     return bool((config.get("text_config") or config).get("kv_lora_rank"))
 
 
+def writer_settings(settings: VllmSettings, bytes_per_token: int, shard_bytes: int, *, gpu: bool) -> dict[str, int]:
+    """`buffers` and `threads` of each rank's ShardWriter. A sample belongs to one rank by its hash: shares are not quite even."""
+    ranks = settings.tp_size
+    step_bytes = (settings.step_tokens or STEP_TOKENS["cuda" if gpu else "cpu"]) * bytes_per_token
+    share = step_bytes if ranks == 1 else int(1.5 * step_bytes / ranks)
+    spare = len(os.sched_getaffinity(0)) // (2 * ranks)
+    return {
+        "buffers": settings.buffers or buffers_for(share, shard_bytes),
+        "threads": settings.writer_threads or (max(2, min(8, spare)) if gpu else 1),
+    }
+
+
 def thread_binding(ranks: int, cores: Sequence[int]) -> str:
     """vLLM's CPU thread binding, `0-1`, `0|1`, `0|1|0`: the cores dealt out to the ranks, shared when there are fewer.
 
@@ -216,6 +230,8 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> di
     values = {
         "EYAS_FAULT_DIR": str(faults),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        # Ten small graphs need no trial run that measures their memory, which takes as long as capturing them.
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": os.environ.get("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0"),
         # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
     }
