@@ -5,10 +5,11 @@
 `KimiK25ForConditionalGeneration`, H 7168, 61 layers, INT4 experts (compressed-tensors), fewer of them than the 384 of the original
 (`--experts`), ids 2 30 58 60 and the target state, samples of 512 tokens (or up to `--max-seq-len`). Steps, each with its time:
 
-    rehearse   eyas rehearse ...     random weights, few layers
+    rehearse   eyas rehearse ...     random weights, few layers; then once more with --expert-parallel (imports and files now in memory)
     extract    eyas extract ...      random weights, all layers, parity on the engine itself
     verify     eyas verify ...       every byte; then each id of some samples must be [tokens, 7168]
-    plain      the same prompts through the same engine without capture (skipped when time is short)
+    prefill    `extract_gpu.py` on the same model: prefill with the states computed and not stored, the same with capture, and,
+               when time allows, an engine without auxiliary states
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def main() -> None:
         (out / f"kimi_rehearsal-tp{arguments.tp_size}.json").write_text(json.dumps(results, indent=1))
 
     for name, command, share in (
-        ("rehearse", [*eyas, "rehearse", *flags], 0.45),
+        ("rehearse", [*eyas, "rehearse", *flags], 0.4),
+        ("rehearse-ep", [*eyas, "rehearse", *flags, "--expert-parallel"], 0.25),
         ("extract", [*eyas, "extract", *flags], 0.9),
         ("verify", [*eyas, "verify", str(work / "store"), "--recompute", "0"], 0.9),
     ):
@@ -171,27 +173,35 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the results and the next part runs
         results["look"] = f"{type(error).__name__}: {error}"
     save()
-    if left() > 150:
-        plain = ["--shape", "kimi-k25-61-int4", "--parts", "plain", "--tp", str(arguments.tp_size), "--out", str(out)]
-        plain += [
-            "--length",
-            str(arguments.max_seq_len),
-            "--samples",
-            str(count),
-            "--experts",
-            str(arguments.experts),
+    if left() > 100 and not arguments.tiny:
+        shutil.rmtree(work / "store", ignore_errors=True)
+        name, tp = "kimi-k25-61-int4", str(arguments.tp_size)
+        flags = [
+            "--shape",
+            name,
+            "--tp",
+            tp,
+            "--out",
+            str(out),
+            "--work",
+            str(work),
             "--repeats",
             "1",
+            "--parts",
+            "eyas",
         ]
-        plain += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization), "--part-timeout", str(left() - 20)]
-        if not arguments.tiny:
-            step("plain", [sys.executable, "benchmarks/extract_gpu.py", *plain], out / "kimi-plain.log", left())
-            found = out / f"extract_gpu-kimi-k25-61-int4-tp{arguments.tp_size}.json"
-            if found.exists():
-                results["plain_tokens_per_s"] = extract_gpu.best(json.loads(found.read_text())["parts"].get("plain"))
+        flags += ["plain"] * (left() > 330)
+        flags += ["--length", str(arguments.max_seq_len), "--samples", str(count), "--experts", str(arguments.experts)]
+        flags += ["--num-layers", str(arguments.num_layers)]
+        flags += ["--gpu-memory-utilization", str(arguments.gpu_memory_utilization)]
+        flags += ["--part-timeout", str(left() - 10), "--budget", str(left())]
+        step("prefill", [sys.executable, "benchmarks/extract_gpu.py", *flags], out / "kimi-prefill.log", left())
+        found = out / f"extract_gpu-{name}-tp{tp}.json"
+        if found.exists():
+            results["prefill"] = json.loads(found.read_text())["parts"]
     save()
     shutil.rmtree(work, ignore_errors=True)
-    print(json.dumps({k: v for k, v in results.items() if k != "flags"}, indent=1))
+    print(json.dumps({k: v for k, v in results.items() if k not in ("flags", "norms")}, indent=1))
 
 
 def look(store: Path, layer_ids: list[int], width: int) -> dict[str, Any]:
