@@ -30,6 +30,7 @@ def write(path, *rows):
 def test_each_kind_of_row_becomes_the_prompt_before_an_answer(tokenizer, tmp_path):
     rows = {
         "messages": {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]},
+        "question": {"messages": [{"role": "user", "content": "why"}]},
         "sharegpt": {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "because"}]},
         "gsm8k": {"question": "why", "answer": "because"},
         "humaneval": {"prompt": "why", "canonical_solution": "because"},

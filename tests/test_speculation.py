@@ -7,7 +7,7 @@ from test_training import VOCAB, make_target
 
 from eyas.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.draft import Draft
-from eyas.draft_setup import choose_vocabulary, derive_config, initialise
+from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.model_files import describe_model
 from eyas.packing import pack
 from eyas.simulation import simulate
@@ -80,7 +80,11 @@ def test_real_acceptance_equals_the_simulated_one(pair, option):
     counts = np.ones(VOCAB, np.int64)
     counts[::7] = 0
     initialise(
-        draft, load_target_parts(info), choose_vocabulary(counts, 82, "hash"), torch.ones(3 * 32), zero_down=False
+        draft,
+        load_target_parts(info),
+        choose_vocabulary(counts, 82, "hash"),
+        torch.ones(3 * 32),
+        first=FirstWeights(zero_down=False),
     )
     target = Target(model, (*AUX, 6))
     traces, _ = decode(Target(model, AUX), draft, prompts(12), k=3, max_new_tokens=24, end_ids=[3])

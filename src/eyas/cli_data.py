@@ -165,6 +165,10 @@ def regenerate(
         float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
     ] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Ask no more after so long; the dataset holds what was answered, the same command goes on."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of GPU memory (engine vllm).")] = 0.9,
@@ -227,6 +231,7 @@ def regenerate(
         trust_remote_code=trust_remote_code,
         limit=limit,
         window=max(4 * batch_size, 64) if engine == "transformers" or endpoint else 4096,
+        seconds=seconds,
         progress=heartbeat,
     )
     print_regenerated(report)

@@ -144,10 +144,33 @@ def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> Draft
 # --- first weights --------------------------------------------------------------------------------------------------
 
 
-def measured_scale(states: Iterable[Tensor]) -> Tensor:
-    """[L*H] fp32: 1 / RMS of each dimension of the auxiliary states, over an iterable of [T, L*H].
+@dataclass(frozen=True)
+class FirstWeights:
+    """What a new draft begins with; each can be switched off, to measure what it is worth (`benchmarks/ablation_gpu.py`).
 
-    A dimension that is (nearly) silent keeps at most 100 times its layer's median scale, so that noise is not blown up.
+    Attributes:
+        aux_scale: what auxiliary states are divided by: the RMS of each `dimension`, of each `layer`, or `none`.
+        self_attention: query and key of a head start equal on the hidden half, so that each row attends mostly to itself.
+        zero_down: the MLP starts as nothing. lens: `fc` starts as the last auxiliary state passed through.
+    """
+
+    aux_scale: str = "dimension"
+    self_attention: bool = True
+    zero_down: bool = True
+    lens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.aux_scale not in ("dimension", "layer", "none"):
+            raise InputError(f"unknown aux_scale {self.aux_scale!r}", "dimension, layer or none")
+
+
+def measured_scale(states: Iterable[Tensor], layers: int, by: str = "dimension") -> Tensor:
+    """[L*H] fp32: 1 / RMS of the auxiliary states, over an iterable of [T, L*H].
+
+    Args:
+        layers: L. by: RMS of each `dimension` or of each `layer`; `none` gives ones.
+
+    A dimension that is (nearly) silent keeps at most 100 times the median scale, so that noise is not blown up.
     """
     total, rows = None, 0
     for one in states:
@@ -156,7 +179,12 @@ def measured_scale(states: Iterable[Tensor]) -> Tensor:
         rows += len(one)
     if total is None:
         raise InputError("no samples to measure the auxiliary states on", "the store's training split is empty")
-    rms = (total / rows).sqrt()
+    if by == "none":
+        return torch.ones_like(total)
+    mean = total / rows
+    if by == "layer":
+        mean = mean.view(layers, -1).mean(1, keepdim=True).expand(-1, mean.numel() // layers).flatten()
+    rms = mean.sqrt()
     return 1.0 / rms.clamp_min(float(rms.median()) / 100 + 1e-12)
 
 
@@ -168,17 +196,14 @@ def initialise(
     aux_scale: Tensor,
     *,
     seed: int = 0,
-    self_attention: bool = True,
-    zero_down: bool = True,
-    lens: bool = True,
+    first: FirstWeights | None = None,
 ) -> None:
     """Fill every weight of a new draft, in place.
 
     Args:
-        aux_scale: [L*H], from `measured_scale` (ones for none).
-        self_attention: query and key of a head start equal on the hidden half, so that each row attends mostly to itself.
-        zero_down: the MLP starts as nothing. lens: `fc` starts as the last auxiliary state passed through.
+        aux_scale: [L*H], from `measured_scale` (ones for none). first: how to begin (its `aux_scale` is for `measured_scale`).
     """
+    first = first or FirstWeights()
     config, generator = draft.config, torch.Generator().manual_seed(seed)
     H, D = config.hidden_size, config.head_dim
 
@@ -196,8 +221,8 @@ def initialise(
         if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("aux_norms"):
             parameter.fill_(1.0)
     aux = len(config.aux_layer_ids)
-    draft.fc.weight.copy_(normal(H, aux * H, std=(aux * H) ** -0.5 * (0.1 if lens else 1.0)))
-    if lens:
+    draft.fc.weight.copy_(normal(H, aux * H, std=(aux * H) ** -0.5 * (0.1 if first.lens else 1.0)))
+    if first.lens:
         # Undo the scaling of the last auxiliary state, relative to its overall size: h then points where the target's stream does.
         last = slice((aux - 1) * H, aux * H)
         size = 1.0 / aux_scale[last].float()
@@ -207,7 +232,7 @@ def initialise(
         attn, mlp = layer.self_attn, layer.mlp
         for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
             projection.weight.copy_(normal(*projection.weight.shape, std=inputs**-0.5))
-        if self_attention:
+        if first.self_attention:
             group = config.num_attention_heads // config.num_key_value_heads
             keys = attn.k_proj.weight.view(config.num_key_value_heads, D, inputs)
             attn.q_proj.weight.copy_(keys.repeat_interleave(group, 0).reshape(-1, inputs))
@@ -215,5 +240,7 @@ def initialise(
         mlp.gate_proj.weight.copy_(normal(*mlp.gate_proj.weight.shape, std=H**-0.5))
         mlp.up_proj.weight.copy_(normal(*mlp.up_proj.weight.shape, std=H**-0.5))
         width = config.intermediate_size
-        mlp.down_proj.weight.copy_(torch.zeros(H, width) if zero_down else normal(H, width, std=width**-0.5 * 0.5))
+        mlp.down_proj.weight.copy_(
+            torch.zeros(H, width) if first.zero_down else normal(H, width, std=width**-0.5 * 0.5)
+        )
     draft.check_filled()

@@ -71,7 +71,7 @@ def _prompt_of_row(raw: Any, data: Any, tokenizer: Any) -> list[int]:
         if isinstance(text, str):
             return _chat(tokenizer, [{"role": "user", "content": text}], None)
     try:
-        row = parse_row(raw)
+        row = parse_row(raw, need_answer=False)
     except RowError as error:
         raise InputError(f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`") from None
     if isinstance(row, TokenRow):

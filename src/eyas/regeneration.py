@@ -53,7 +53,7 @@ class RegenerateSettings:
 @dataclass
 class RegenerateReport:
     """Counts of one run; `finish_reasons` counts answers. `resumed`: conversations that an earlier run had answered;
-    `stopped_early`: conversations whose later questions no longer fitted into the length limit."""
+    `stopped_early`: conversations whose later questions no longer fitted into the length limit. `out_of_time`: there may be more to answer."""
 
     rows: int = 0
     conversations: int = 0
@@ -61,6 +61,7 @@ class RegenerateReport:
     repeated: int = 0
     rejected: int = 0
     stopped_early: int = 0
+    out_of_time: bool = False
     answers: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     generated_tokens: int = 0
@@ -196,6 +197,7 @@ def regenerate(
     trust_remote_code: bool = False,
     limit: int | None = None,
     window: int = 256,
+    seconds: float | None = None,
     progress: Callable[[RegenerateReport], None] | None = None,
 ) -> RegenerateReport:
     """Answer the prompts of chat data with the target itself and write the dataset.
@@ -203,6 +205,7 @@ def regenerate(
     Args:
         generator: makes the one who answers, once the template is known (see `generators.py`); None = transformers, here.
         window: conversations that are answered together; their turns go on in step. The rest as in `eyas.prepare`.
+        seconds: begin no further window after so long; the dataset is made of what has been answered, and the same call goes on from there.
 
     Raises:
         InputError: unreadable source, no template, or nothing could be answered.
@@ -235,6 +238,9 @@ def regenerate(
         dialogues = _open(sources, columns, template, settings, limit, set(done), report, rejected)
         with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
             for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
+                if seconds is not None and time.monotonic() - started >= seconds:
+                    report.out_of_time = True
+                    break
                 if answerer is None:
                     answerer = (
                         generator(template)
@@ -433,6 +439,7 @@ def _write_dataset(
         "duplicates": report.repeated,
         "answers": answers,
         "answers_unfinished": reasons["length"],
+        "out_of_time": report.out_of_time,
         "finish_reasons": dict(reasons),
     }
     shape = describe_shape(model_path, trust_remote_code)

@@ -24,7 +24,7 @@ class TrainSettings:
     Attributes:
         states: the store. model_path: the target (folder, hub id, or `smollm2`). output_dir: the draft's folder.
         aux_layers: which stored layers feed the draft; None: all but the final one, in the store's order.
-        draft_vocab_size: D. draft: DraftConfig fields to override. plain_rope: not the target's rope kind. init_from: start from this draft folder.
+        draft_vocab_size: D. draft: DraftConfig fields to override. first_weights: `draft_setup.FirstWeights` to override. plain_rope: not the target's rope kind. init_from: start from this draft folder.
         loss: kl, tv or lk. ttt_steps: K. step_decay: weight of step k is step_decay ** k.
         single_step_share: the first share of the run trains with K = 1, which is several times faster and teaches most of step 0.
         learning_rate, betas, weight_decay, clip, warmup (share of the run), final_rate (share of the rate left at the end, cosine).
@@ -43,6 +43,7 @@ class TrainSettings:
     aux_layers: tuple[int, ...] | None = None
     draft_vocab_size: int = 32000
     draft: dict[str, Any] = field(default_factory=dict)
+    first_weights: dict[str, Any] = field(default_factory=dict)
     plain_rope: bool = False
     init_from: Path | None = None
     train_head: bool = False

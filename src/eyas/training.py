@@ -32,7 +32,14 @@ import torch
 from eyas.checkpoints import full_weights, list_checkpoints, load_checkpoint, save_checkpoint
 from eyas.draft import Draft, DraftConfig, DraftLoss
 from eyas.draft_files import check_vocabulary, init_from, save_draft
-from eyas.draft_setup import choose_vocabulary, count_supervised, derive_config, initialise, measured_scale
+from eyas.draft_setup import (
+    FirstWeights,
+    choose_vocabulary,
+    count_supervised,
+    derive_config,
+    initialise,
+    measured_scale,
+)
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
 from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_id
@@ -199,15 +206,17 @@ class _Run:
 
     def _new_draft(self, config: DraftConfig, parts: Any) -> Draft:
         s = self.settings
-        draft = Draft(config)
+        draft, first = Draft(config), FirstWeights(**s.first_weights)
         # 64 samples tell the scale of each dimension well enough, and reading them takes a second.
         some = self.split.train[:: max(1, len(self.split.train) // 64)][:64]
         scale = measured_scale(
-            torch.cat([sample.hidden[i] for i in self.aux_ids], -1) for sample in (self.states[int(p)] for p in some)
+            (torch.cat([sample.hidden[i] for i in self.aux_ids], -1) for sample in (self.states[int(p)] for p in some)),
+            len(self.aux_ids),
+            first.aux_scale,
         )
         if config.norm_aux:  # the norms take the scale out themselves, and nothing could be folded through them
             scale = torch.ones_like(scale)
-        initialise(draft, parts, self.vocabulary, scale, seed=s.seed)
+        initialise(draft, parts, self.vocabulary, scale, seed=s.seed, first=first)
         if s.init_from:
             for line in init_from(draft, Path(s.init_from)):
                 log.info("init-from: %s", line)

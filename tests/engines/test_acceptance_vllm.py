@@ -34,7 +34,7 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
 
     from eyas.draft import Draft
     from eyas.draft_files import draft_weights, save_draft
-    from eyas.draft_setup import choose_vocabulary, derive_config, initialise
+    from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
     from eyas.model_files import describe_model
     from eyas.speculation import Target, decode
     from eyas.teacher import load_target_parts
@@ -59,7 +59,13 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     counts[::9] = 0
     draft = Draft(derive_config(info, (1, 3, 5), 112))
     # A scale that is not one, so that the folded fc is put to the test.
-    initialise(draft, parts, choose_vocabulary(counts, 112, "hash"), 0.5 + torch.rand(3 * 128), zero_down=False)
+    initialise(
+        draft,
+        parts,
+        choose_vocabulary(counts, 112, "hash"),
+        0.5 + torch.rand(3 * 128),
+        first=FirstWeights(zero_down=False),
+    )
     save_draft(tmp_path / "draft", draft.config, draft_weights(draft), target=info.for_manifest(), dataset_hash="hash")
 
     rng = np.random.default_rng(0)
