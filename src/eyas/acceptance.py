@@ -23,6 +23,7 @@ from eyas.baselines import Guesser, NgramTable, lookup_then_table, prompt_lookup
 from eyas.draft import Draft
 from eyas.draft_files import load_draft
 from eyas.embedded import resolve_model_path
+from eyas.engines.packed_attention import avoid_cudnn_attention
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, InputError, StoreError
 from eyas.manifest import differing_fields, made_by, now, write_json
@@ -256,6 +257,7 @@ def load_model(info: ModelInfo, aux: Sequence[int], device: torch.device, comput
     """Load the target in transformers, ready to hand out its auxiliary states."""
     from transformers import AutoModelForCausalLM
 
+    avoid_cudnn_attention(device)
     model = AutoModelForCausalLM.from_pretrained(info.path, dtype=compute, trust_remote_code=trust)
     model = model.eval()
     torch.nn.Module.to(model, device)  # the class narrows `to` in its own signature

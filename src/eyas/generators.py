@@ -79,6 +79,7 @@ class TransformersGenerator:
         from transformers import AutoModelForCausalLM
 
         from eyas.embedded import resolve_model_path
+        from eyas.engines.packed_attention import avoid_cudnn_attention
 
         self.sampling, self.batch_size = sampling, batch_size
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -92,6 +93,7 @@ class TransformersGenerator:
             raise EngineError(
                 f"the model {model_path} could not be loaded: {error}", "check --model-path and --dtype"
             ) from None
+        avoid_cudnn_attention(self.device)
         self.model.to(self.device).eval()
         own = self.model.generation_config.eos_token_id
         self.stop_ids = sorted({*stop_ids, *(own if isinstance(own, list) else [own] if own is not None else [])})

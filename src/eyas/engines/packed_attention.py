@@ -1,9 +1,10 @@
 """Attention over a packed row: several samples one after another, each attending only to itself, without a mask.
 
 The usual ways cost: padding computes tokens that nobody wants, a block-diagonal mask is O(T^2) in memory and forbids the fast
-kernels. Here each sample is a call of its own to `scaled_dot_product_attention` with `is_causal`: exact, and the matrix products
-around attention still see the whole row. It is registered with transformers as an attention implementation, so no model is patched.
-Where a model cannot be packed this way, `why_not_packable` says so and samples run one by one.
+kernels. On a GPU one flash kernel for variable lengths takes the row, where it can; else each sample is a call of its own to
+`scaled_dot_product_attention` with `is_causal`: exact, and the matrix products around attention still see the whole row. It is
+registered with transformers as an attention implementation, so no model is patched. Where a model cannot be packed this way,
+`why_not_packable` says so and samples run one by one.
 """
 
 from __future__ import annotations
@@ -18,17 +19,33 @@ import torch.nn.functional as F
 
 NAME = "eyas_packed"
 
-_lengths: ContextVar[tuple[int, ...]] = ContextVar("lengths of the samples in the packed row")
+
+class _Row:
+    """The samples in a packed row: their lengths, and where they begin, as the flash kernel wants it (made once for all layers)."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = tuple(lengths)
+        self._offsets: torch.Tensor | None = None
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """[samples + 1] int32."""
+        if self._offsets is None or self._offsets.device != device:
+            ends = torch.tensor((0, *self.lengths)).cumsum(0)
+            self._offsets = ends.to(device=device, dtype=torch.int32)
+        return self._offsets
+
+
+_row: ContextVar[_Row] = ContextVar("the samples in the packed row")
 
 
 @contextmanager
 def packed(lengths: Sequence[int]) -> Iterator[None]:
     """While active, rows are read as samples of these lengths, in order."""
-    token = _lengths.set(tuple(lengths))
+    token = _row.set(_Row(lengths))
     try:
         yield
     finally:
-        _lengths.reset(token)
+        _row.reset(token)
 
 
 def packed_attention(
@@ -49,9 +66,13 @@ def packed_attention(
     Supports grouped queries, sliding windows (position i sees j with i - j < window), soft-capped logits (Gemma 2) and
     attention sinks (gpt-oss: one extra logit per head that takes probability and gives no value).
     """
-    lengths = _lengths.get()
+    row = _row.get()
+    lengths = row.lengths
     if sum(lengths) != query.shape[2]:
         raise RuntimeError(f"packed row of {query.shape[2]} tokens, lengths sum to {sum(lengths)}")
+    plain = softcap is None and s_aux is None and (sliding_window is None or max(lengths) <= sliding_window)
+    if plain and _flash_fits(query, value):
+        return _flash(query, key, value, row, scaling), None
     outputs = []
     start = 0
     for length in lengths:
@@ -71,6 +92,24 @@ def packed_attention(
         start += length
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
+
+
+def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
+    width = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: _Row, scaling: float | None
+) -> torch.Tensor:
+    """All samples in one kernel. query [1, Q, T, D], key and value [1, KV, T, D] -> [1, T, Q, D]."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    offsets, longest = row.offsets(query.device), max(row.lengths)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scaling
+    )
+    return out.unsqueeze(0)
 
 
 def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -104,6 +143,16 @@ def _explicit(
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     return weights.to(v.dtype) @ v
+
+
+def avoid_cudnn_attention(device: torch.device) -> None:
+    """Take cuDNN out of the kernels that `scaled_dot_product_attention` chooses from, for this process; does nothing for a CPU.
+
+    torch prefers it on Hopper, and it builds a plan for every new length: on one H200 1.3 ms a call on samples that differ in
+    length, and a new length with each token while decoding. vLLM does the same.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def register() -> None:

@@ -332,6 +332,7 @@ def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_c
     kwargs: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if device.type == "cuda":
         kwargs["device_map"] = {"": device}
+        packed_attention.avoid_cudnn_attention(device)
     failures = []
     auto: Any
     model: Any
