@@ -28,11 +28,13 @@ from eyas.engines.transformers import find_decoder
 @dataclass
 class Trace:
     """What decoding one prompt gave. tokens: the reply, up to and with the end token. emitted: tokens per round, the prefill's own first
-    token not counted. accepted: guesses accepted per round (within the reply). gaps: per token, the target's logit lead of its choice."""
+    token not counted. accepted: guesses accepted per round (within the reply); behind: those of the last round behind the reply's end.
+    gaps: per token, the target's logit lead of its choice."""
 
     tokens: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    behind: int = 0
     gaps: list[float] = field(default_factory=list)
 
 
@@ -125,6 +127,7 @@ def decode(
                 )
                 trace.emitted.append(len(trace.tokens) - before)
                 trace.accepted.append(min(count - 1, trace.emitted[-1]))
+                trace.behind += count - 1 - trace.accepted[-1]
         kept = torch.arange(k + 1, device=device) <= accepted.unsqueeze(1)  # inputs that are part of the reply
         if drafter is not None:
             drafter.commit(states, answers, positions, kept)
