@@ -44,7 +44,9 @@ def rows(folder, work):  # noqa: F811
 def test_round_trip_through_each_format(work, draft, tmp_path, format, prefix):  # noqa: F811
     out = export(draft, tmp_path / "out", format, dtype="float32")
     weights, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
-    assert set(weights) == OTHERS | {prefix + name for name in LAYER}
+    # speculators runs on memory that nobody filled when the embedding is not in the file.
+    more = {"embed_tokens.weight"} if format == "speculators" else set()
+    assert set(weights) == OTHERS | more | {prefix + name for name in LAYER}
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     if format != "speculators":
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
