@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_training import make_target, options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.acceptance import SetResult, Timing, bootstrap, compare, evaluate
+from eyas.acceptance import compare, evaluate
+from eyas.acceptance_figures import SetResult, Timing, bootstrap
 from eyas.acceptance_plot import plot
 from eyas.dataset import open_dataset
 from eyas.errors import ContractError, InputError, StoreError
@@ -79,6 +80,7 @@ def test_a_draft_of_another_target_is_refused(work, draft, tmp_path):  # noqa: F
         ({"temperature": -0.5}, "--temperature -0.5"),
         ({"plain": -1}, "--plain -1"),
         ({"engine": "tgi"}, "unknown engine"),
+        ({"device": "abacus"}, "--device abacus cannot be used"),
         ({"engine": "vllm", "temperature": 0.5}, "decodes greedily"),
     ],
 )

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from eyas.draft import Draft
 from eyas.draft_files import draft_weights, load_draft, save_draft
-from eyas.draft_setup import choose_vocabulary, derive_config, initialise
+from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.errors import InputError
 from eyas.exporting import export, import_draft
 from eyas.model_files import describe_model
@@ -51,7 +51,7 @@ def make_draft(root, name, aux=(1, 3, 5), **options):
     torch.manual_seed(0)
     scale = torch.ones(len(aux) * 32) if options.get("norm_aux") else 0.5 + torch.rand(len(aux) * 32)
     vocabulary = choose_vocabulary(counts, 82, "hash")
-    initialise(draft, load_target_parts(info), vocabulary, scale, zero_down=False)
+    initialise(draft, load_target_parts(info), vocabulary, scale, first=FirstWeights(zero_down=False))
     with torch.no_grad():
         for key, parameter in draft.named_parameters():
             if "norm" in key:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_training import options, work  # noqa: F401  the fixture that makes target, data and store
 
 from eyas.draft_files import load_draft
-from eyas.errors import FolderConflictError, InputError
+from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.exporting import export, import_draft
 from eyas.loader import read_batch
 from eyas.model_files import describe_model
@@ -76,6 +76,8 @@ def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):  # noqa: 
 
 def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
     out = export(draft, tmp_path / "out")
+    with pytest.raises(StoreError, match="draft folder of an engine"):
+        load_draft(out)
     assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     with pytest.raises(InputError, match="unknown format"):
         export(draft, tmp_path / "out", "tgi")

@@ -80,6 +80,11 @@ def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Dra
         StoreError: not a draft folder, weights missing, of other shapes, or a vocabulary that is not the one the manifest names.
     """
     folder = Path(folder)
+    if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
+        raise StoreError(
+            f"{folder} is a draft folder of an engine, not of eyas",
+            "make it one of eyas's: eyas import --source FOLDER --model-path TARGET --output-dir NEW",
+        )
     manifest = read_manifest(folder, KIND, FORMAT_VERSION)
     draft = Draft(read_draft_config(manifest))
     try:
