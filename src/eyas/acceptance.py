@@ -385,8 +385,7 @@ def greedy_reading(target: Target, prompt: Sequence[int], trace: Trace) -> Trace
 
     ids = torch.tensor([[*prompt, *trace.tokens]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
-    cache = DynamicCache(config=target.model.config.get_text_config())
-    logits, _ = target(ids, positions, torch.ones_like(ids), cache)
+    logits, _ = target(ids, positions, positions, DynamicCache())
     choices, gaps = choose(logits[:, len(prompt) - 1 : -1], 0.0, None)
     return Trace(tokens=choices[0].tolist(), gaps=gaps[0].tolist())
 

@@ -75,7 +75,8 @@ def diagnose(
         experts: a mixture of experts, whose states in low precision may lie far apart and still be the right ones.
     """
     chosen = [states[int(i)] for i in np.linspace(0, len(states) - 1, min(samples, len(states))).astype(int)]
-    probes = [probe(sample, target, parts) for sample in chosen]
+    teacher = Teacher(parts, torch.zeros(1, dtype=torch.int64), target.device, torch.float32)
+    probes = [probe(sample, target, teacher) for sample in chosen]
     final = len(target.layer_ids) - 1
     return [
         check_layers(probes, [i for i in states.layer_ids if i != final], final, far=float("inf") if experts else FAR),
@@ -86,22 +87,20 @@ def diagnose(
 
 
 @torch.no_grad()
-def probe(sample: StateSample, target: Target, parts: TargetParts) -> Probe:
+def probe(sample: StateSample, target: Target, teacher: Teacher) -> Probe:
     """Read a stored sample's beginning with the target anew."""
     from transformers import DynamicCache
 
     T = min(len(sample.token_ids), MOST_TOKENS)
     ids = sample.token_ids[:T].long().unsqueeze(0).to(target.device)
     positions = torch.arange(T, device=target.device).unsqueeze(0)
-    cache = DynamicCache(config=target.model.config.get_text_config())
-    logits, stream = target(ids, positions, torch.ones_like(ids), cache)
+    logits, stream = target(ids, positions, positions, DynamicCache())
     fresh = list(stream[0].float().chunk(len(target.layer_ids), -1))
     final = len(fresh) - 1
     stored = {i: state[:T].to(target.device).float() for i, state in sample.hidden.items()}
-    teacher = Teacher(parts, torch.zeros(1, dtype=torch.int64), target.device, torch.float32)
     return Probe(
         distances={i: [row_relative_l2(state, other) for other in fresh] for i, state in stored.items()},
-        to_normed=row_relative_l2(stored[final], final_norm(fresh[final], parts)),
+        to_normed=row_relative_l2(stored[final], final_norm(fresh[final], teacher.parts)),
         rebuilt=teacher.argmax(stored[final]).cpu().numpy(),
         choices=logits[0].argmax(-1).cpu().numpy(),
         token_ids=sample.token_ids[:T].numpy(),
