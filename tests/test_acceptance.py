@@ -64,6 +64,12 @@ def test_report_is_lossless_and_adds_up(work, draft, tmp_path):  # noqa: F811
     assert len(open_dataset(work / "data")) > 6
 
 
+def test_training_goes_on_in_a_folder_that_was_measured(work, draft):  # noqa: F811
+    evaluate(draft, str(work / "target"), [str(work / "data")], chain=2, max_new_tokens=4, limit=1, output=draft)
+    assert (draft / "acceptance.svg").exists()
+    assert train(**options(work, "eval-draft", steps=40, eval_every=40)).steps == 40
+
+
 def test_a_draft_of_another_target_is_refused(work, draft, tmp_path):  # noqa: F811
     another = make_target(tmp_path / "another", seed=4)
     with pytest.raises(StoreError, match="weights_hash"):

@@ -85,6 +85,21 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(FolderConflictError, match=r"notes\.txt"):
         export(draft, tmp_path / "other")
+    with pytest.raises(InputError, match="is the draft itself"):
+        export(draft, draft, "eyas")
+    with pytest.raises(InputError, match="own draft folder already"):
+        import_draft(draft, tmp_path / "back", str(work / "target"))
+    # An import may be repeated, but neither an import nor an export takes the place of another draft.
+    mine = import_draft(out, tmp_path / "mine", str(work / "target"))
+    import_draft(out, mine, str(work / "target"))
+    with pytest.raises(FolderConflictError, match=r"manifest\.json"):
+        export(draft, mine, "vllm")
+    with pytest.raises(FolderConflictError, match="holds another draft"):
+        export(draft, mine, "eyas")
+    with pytest.raises(FolderConflictError, match="holds another draft"):
+        import_draft(export(draft, tmp_path / "out2"), mine, str(work / "target"))
+    with pytest.raises(FolderConflictError, match=r"notes\.txt"):
+        import_draft(out, tmp_path / "other", str(work / "target"))
     weights = load_file(out / "model.safetensors")
     save_file(
         {k: v for k, v in weights.items() if "up_proj" not in k} | {"surprise": torch.zeros(1)},

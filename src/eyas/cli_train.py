@@ -237,7 +237,8 @@ def export(
     from eyas.exporting import export as run
 
     folder = run(draft, output_dir, format, dtype=dtype, embedding=embedding)
-    out.print((folder / "README.md").read_text() if (folder / "README.md").exists() else str(folder))
+    text = (folder / "README.md").read_text() if (folder / "README.md").exists() else str(folder)
+    out.print(text, soft_wrap=True, markup=False, highlight=False)  # the command in it is to be copied whole
 
 
 def import_draft(

@@ -147,7 +147,9 @@ def read_foreign_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor, dict[st
         files = sorted(folder.glob("*.safetensors"))
         weights = {k: v for file in files for k, v in load_file(file).items()}
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
-        raise InputError(f"{folder} is no readable draft folder: {error}", "check --init-from") from None
+        raise InputError(
+            f"{folder} is no readable draft folder: {error}", "name a folder with config.json and *.safetensors"
+        ) from None
     renamed: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         name = key.removeprefix("model.").replace("midlayer.", "layers.0.")
@@ -164,7 +166,7 @@ def read_foreign_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor, dict[st
     if "lm_head.weight" not in renamed or "fc.weight" not in renamed:
         raise InputError(
             f"{folder} holds {', '.join(sorted(weights)[:6]) or 'no weights'}: no EAGLE-3 draft (fc.weight and lm_head.weight are needed)",
-            "check --init-from",
+            "name the draft's folder, not its target's",
         )
     size = renamed["lm_head.weight"].shape[0]
     ids = torch.arange(size) + (d2t.to(torch.int64) if d2t is not None else 0)

@@ -30,16 +30,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.draft import Draft, DraftConfig
-from eyas.draft_files import draft_weights, load_draft, read_foreign_draft, save_draft
+from eyas.draft_files import FORMAT_VERSION, KIND, draft_weights, load_draft, read_foreign_draft, save_draft
 from eyas.draft_setup import rope_of
 from eyas.embedded import EMBEDDED_NAME, resolve_model_path
-from eyas.errors import InputError
+from eyas.errors import FolderConflictError, InputError
 from eyas.layers import from_sglang, to_sglang
-from eyas.manifest import content_hash, refuse_foreign_folder, write_json
+from eyas.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
 
 Format = Literal["vllm", "sglang", "speculators", "eyas"]
 FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
-EXPORT_FILES = {"config.json", "model.safetensors", "README.md", "manifest.json", ".*.tmp"}
+#: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
+ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
+DRAFT_FILES = {MANIFEST, "model.safetensors", ".*.tmp", "acceptance.*"}
 
 
 def export(
@@ -69,7 +71,9 @@ def export(
     if dtype not in ("bfloat16", "float16", "float32"):
         raise InputError(f"unknown dtype {dtype!r}", "--dtype is bfloat16, float16 or float32")
     folder = Path(output_dir)
-    refuse_foreign_folder(folder, EXPORT_FILES)
+    if folder.resolve() == Path(draft).resolve():
+        raise InputError(f"{folder} is the draft itself", "name another --output-dir")
+    refuse_foreign_folder(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
     model, manifest = load_draft(draft)
     if format == "eyas":
         kept = {
@@ -77,6 +81,7 @@ def export(
             for k in ("target", "dataset_hash", "store", "vocabulary", "training", "acceptance")
             if k in manifest
         }
+        refuse_other_draft(folder, training=manifest.get("training"))
         save_draft(folder, model.config, draft_weights(model), **kept)
         return folder
     target = manifest.get("target", {})
@@ -237,9 +242,16 @@ def import_draft(
 
     Raises:
         InputError: no EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
+        FolderConflictError: the output folder holds something else, another draft included.
     """
     from eyas.model_files import describe_model
 
+    if (Path(source) / MANIFEST).exists():
+        raise InputError(
+            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
+        )
+    refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
+    refuse_other_draft(Path(output_dir), imported_from=str(source))
     info = describe_model(resolve_model_path(model_path), model_path)
     weights, ids, raw = read_foreign_draft(Path(source))
     llama = raw.get("transformer_layer_config") or raw
@@ -299,6 +311,15 @@ def import_draft(
     return Path(output_dir)
 
 
+def refuse_other_draft(folder: Path, training: Any = None, imported_from: str | None = None) -> None:
+    """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
+    if (folder / MANIFEST).exists():
+        have = read_manifest(folder, KIND, FORMAT_VERSION).get("training") or {}
+        same = have == (training or {}) if imported_from is None else have.get("imported_from") == imported_from
+        if not same:
+            raise FolderConflictError(f"{folder} holds another draft", "name a new --output-dir")
+
+
 def _embedding(manifest: dict[str, Any]) -> Tensor:
     from eyas.model_files import describe_model
     from eyas.teacher import load_target_parts
@@ -314,10 +335,10 @@ def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, A
     if name == EMBEDDED_NAME:  # engines know no such name
         name = str(resolve_model_path(name))
     simulated = (manifest.get("acceptance") or {}).get("simulated") or {}
-    settings = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    settings = json.dumps({"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": 3})
     sglang = (
         f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        f"--speculative-draft-model-path {folder.resolve()} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
     command = sglang if format == "sglang" else f"vllm serve {name} --speculative-config '{settings}'"
     ids = list(config.aux_layer_ids)
