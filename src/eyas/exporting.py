@@ -13,7 +13,7 @@ One set of weights, three readers; what differs is `config.json`:
 The vllm and sglang folders carry both keys, so either engine loads either, as far as SGLang can run the draft (`sglang_refuses`). All three
 hand the auxiliary states over in the order of the layers, so `fc` is written in that order. The measured scale of those states is folded into
 it. Later layers of a draft of several take their norm from `input_layernorm` in vLLM and speculators, from `hidden_norm` in SGLang: the
-folders for vLLM and SGLang hold it under both names. speculators needs the embedding in the file (without it, 0.9.0 runs on memory that
+folders for vLLM and SGLang hold it under both names. A draft that says every token has no vocabulary map. speculators needs the embedding in the file (without it, 0.9.0 runs on memory that
 nobody filled); the two engines share the target's.
 """
 
@@ -114,6 +114,10 @@ def engine_weights(draft: Draft) -> dict[str, Tensor]:
             "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
         )
     weights["fc.weight"] = weights["fc.weight"] * scale
+    if (
+        draft.config.draft_vocab_size == draft.config.vocab_size
+    ):  # no map: vLLM and speculators take one for an unknown weight
+        del weights["d2t"], weights["t2d"]
     return {key.replace("aux_norms.", "fc_norm."): tensor for key, tensor in weights.items()}
 
 
