@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_training import make_target, options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.acceptance import compare, evaluate
+from eyas.acceptance import compare, evaluate, put_beside
 from eyas.acceptance_figures import SetResult, Timing, bootstrap
 from eyas.acceptance_plot import plot
 from eyas.dataset import open_dataset
@@ -132,6 +132,19 @@ def test_a_changed_reply_is_an_error_and_a_tie_is_named():
     theirs.gaps[1] = 0.1
     assert "tie (logit gap 0.1000)" in compare(ours, theirs, "set, prompt 7", 0.5)
     assert compare(ours, ours, "x", 0.0) is None
+
+
+def test_vllms_figure_is_put_beside_ours_by_both_rules():
+    """10 steps, 8 guesses accepted and 2 more behind the ends: 1.7 emitted a step (one reply ended without a bonus), 2.0 as vLLM counts."""
+    ours = {"acceptance_length": 1.7, "rounds": 10, "accepted_guesses": 8, "accepted_behind_the_end": 2}
+    served = {"acceptance_length": 2.0}
+    put_beside(served, ours)
+    assert served == {
+        "acceptance_length": 2.0,
+        "ratio_to_ours": round(2.0 / 1.7, 4),
+        "ours_by_its_rule": 2.0,
+        "ratio_by_its_rule": 1.0,
+    }
 
 
 def test_interval_covers_the_spread_of_prompts():

@@ -245,7 +245,7 @@ def verdict(pair: tuple[float, float] | None, findings: Sequence[Finding], unche
         pair: measured and simulated length, from `comparable`. unchecked: why no check ran, if none did.
     """
     line = (
-        "no simulated acceptance to compare with"
+        "no comparison: the simulation is greedy, and made while training"
         if pair is None
         else "measured {:.2f}, simulated while training {:.2f}".format(*pair)
     )
