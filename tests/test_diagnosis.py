@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_training import VOCAB, make_target
 
 from eyas.dataset import DatasetWriter, Sample
-from eyas.diagnosis import diagnose, verdict
+from eyas.diagnosis import Finding, check_mask, comparable, diagnose, verdict
 from eyas.extraction import extract
 from eyas.model_files import describe_model
 from eyas.speculation import Target
@@ -68,8 +68,16 @@ def rewrite(store, change):
 def test_a_good_store_passes_every_check(root):
     found = look(root, make_store(root, 0))
     assert [name for name, f in found.items() if not f.ok] == []
-    assert verdict(2.0, 2.05, list(found.values())).endswith("they agree")
-    assert "differ from what the draft was trained on" in verdict(1.2, 2.05, list(found.values()))
+    good = list(found.values())
+    assert verdict((2.0, 2.05), good).endswith("they agree; every check of the store passed")
+    assert "differ from what the draft was trained on" in verdict((1.2, 2.05), good)
+    assert "they disagree, and the reason is not known: no check ran, it is gone" in verdict(
+        (1.2, 2.05), [], "it is gone"
+    )
+    assert (
+        verdict(None, good)
+        == "no comparison: the simulation is greedy, and made while training; every check of the store passed"
+    )
 
 
 @pytest.mark.parametrize(("shift", "side"), [(-1, "early"), (1, "late")])
@@ -91,7 +99,9 @@ def test_swapped_layers_are_named(root):
     found = look(root, store)
     assert not found["layer ids"].ok
     assert "layer 1 holds the states of layer 5" in found["layer ids"].text
-    assert "the draft was trained on wrong states: layer ids" in verdict(1.1, 2.0, list(found.values()))
+    assert "which disagree; the draft was trained on wrong data, this check of its store fails: layer ids" in verdict(
+        (1.1, 2.0), list(found.values())
+    )
 
 
 def test_a_target_state_after_the_norm_is_named(root):
@@ -99,7 +109,22 @@ def test_a_target_state_after_the_norm_is_named(root):
 
     store = shutil.copytree(make_store(root, 0), root / "normed")
     parts = load_target_parts(describe_model(root / "target"))
-    # Gains far from one, as real norms have: normed twice is not normed once.
+
+    def normed(tensors):
+        tensors["hidden.6"] = final_norm(tensors["hidden.6"], parts)
+
+    rewrite(store, normed)
+    found = look(root, store)["final norm and head"]
+    assert not found.ok
+    assert "stored after the final norm" in found.text
+
+
+def test_another_norm_is_named(root):
+    """Neither the state before the norm nor that after it: gains of another norm, far from one as real ones are."""
+    import shutil
+
+    store = shutil.copytree(make_store(root, 0), root / "another-norm")
+    parts = load_target_parts(describe_model(root / "target"))
     gains = torch.linspace(-2, 2, 32)
 
     def normed(tensors):
@@ -109,3 +134,43 @@ def test_a_target_state_after_the_norm_is_named(root):
     found = look(root, store)["final norm and head"]
     assert not found.ok
     assert "not what enters the final norm" in found.text
+
+
+def test_masks_that_leave_the_end_out_on_purpose_are_not_called_shifted(root):
+    """The generation prompt, where there is one, tells choice from fault."""
+    rng = np.random.default_rng(1)
+    prompt_end = [90, 91]
+
+    def look_at(name, begin, end):
+        writer = DatasetWriter(root / f"data-{name}")
+        for _ in range(8):
+            ids = rng.integers(4, 80, 24)
+            ids[4:6] = prompt_end
+            ids[18] = END
+            mask = np.zeros(24, np.uint8)
+            mask[begin:end] = 1
+            writer.add(Sample.of(ids, mask))
+        writer.close()
+        places = {"prepared_data": str(root / f"data-{name}"), "output_dir": str(root / f"store-{name}")}
+        extract(model_path=str(root / "target"), layer_ids=[1, 3, 5], dtype="float32", **places)
+        return check_mask(open_states(root / f"store-{name}"), [END], prompt_end)
+
+    assert look_at("right", 6, 19) == Finding("loss mask", True, "8 of 8 masks begin with the answer")
+    assert look_at("no-end", 6, 18).ok
+    assert look_at("newline-too", 6, 20).ok
+    assert look_at("everything", 0, 24).ok
+    assert "8 of 8 masks begin one token too early" in look_at("early", 5, 18).text
+    assert "8 of 8 masks begin one token too late" in look_at("late", 7, 20).text
+
+
+def test_figures_of_different_chains_are_compared_place_by_place():
+    report = {
+        "settings": {"chain": 2, "temperature": 0.0},
+        "simulated": {"acceptance_length": 2.5, "by_position": [0.8, 0.4, 0.2]},
+        "simulated_chain": 3,
+        "overall": {"acceptance_length": 2.1, "by_position": [0.7, 0.4]},
+    }
+    assert comparable(report) == pytest.approx((2.1, 2.2))
+    assert comparable({**report, "simulated_chain": 2}) == (2.1, 2.5)
+    assert comparable({**report, "settings": {"chain": 2, "temperature": 1.0}}) is None
+    assert comparable({**report, "simulated": None}) is None

@@ -1,7 +1,7 @@
 import pytest
 
 from eyas.errors import InputError
-from eyas.layers import default_aux_layers, describe_layer, resolve_layer_ids
+from eyas.layers import default_aux_layers, describe_layer, from_sglang, resolve_layer_ids, to_sglang
 
 
 def test_default_is_second_middle_and_third_last():
@@ -44,3 +44,40 @@ def test_too_shallow_for_the_default():
 
 def test_names():
     assert [describe_layer(i, 4) for i in (0, 2, 4)] == ["0 (embeddings)", "2", "4 (final)"]
+
+
+def sglang_captures(named, architecture, num_layers):
+    """The layers that SGLang 0.5.23 marks for these ids, by the rules of its model classes, in the order in which it hands them over."""
+    if architecture.startswith(("Deepseek", "KimiK25", "Glm4MoeLite")):
+        marked = [j + 1 for j in named] if named[0] == 1 else list(named)
+    elif architecture == "GptOssForCausalLM":
+        marked = list(named) if max(named) == num_layers else [j + 1 for j in named]
+    else:
+        marked = [j + 1 for j in named]
+    return [i for i in range(num_layers) if i in marked]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "LlamaForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "GptOssForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "KimiK25ForConditionalGeneration",
+    ],
+)
+@pytest.mark.parametrize("ids", [[2, 30, 58], [1, 30, 60], [3, 4, 5], [58, 2, 30], [1, 2], [2], [7], [59, 1, 60]])
+def test_sglang_captures_the_layers_that_feed_the_draft(architecture, ids):
+    named = to_sglang(ids, architecture, 61)
+    assert sglang_captures(named, architecture, 61) == sorted(ids)
+    assert from_sglang(named, architecture) == sorted(ids)
+
+
+def test_what_sglang_cannot_capture_is_refused():
+    for ids in ([0, 2], [2, 61]):
+        with pytest.raises(InputError, match="captures neither the embeddings"):
+            to_sglang(ids, "LlamaForCausalLM", 61)
+    assert to_sglang([1], "LlamaForCausalLM", 61) == [0]
+    with pytest.raises(InputError, match="layer 1 alone"):
+        to_sglang([1], "DeepseekV3ForCausalLM", 61)

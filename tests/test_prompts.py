@@ -35,6 +35,7 @@ def test_each_kind_of_row_becomes_the_prompt_before_an_answer(tokenizer, tmp_pat
         "gsm8k": {"question": "why", "answer": "because"},
         "humaneval": {"prompt": "why", "canonical_solution": "because"},
         "mtbench": {"question_id": 1, "turns": ["why", "how"]},
+        "mtbench_hub": {"prompt": ["why", "how"], "reference": []},
     }
     for name, row in rows.items():
         found = load_prompts(write(tmp_path / f"{name}.jsonl", row), tokenizer)
@@ -69,3 +70,36 @@ def test_rows_without_a_prompt_are_named(tokenizer, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="no prompts"):
         load_prompts(str(tmp_path / "empty.jsonl"), tokenizer)
+
+
+def test_names_and_places(tokenizer, tmp_path):
+    import gzip
+
+    (tmp_path / "a=b").mkdir()
+    inside = write(tmp_path / "a=b" / "questions.v2.jsonl", {"question": "why"})
+    assert load_prompts(inside, tokenizer).name == "questions.v2"
+    assert load_prompts(f"mine={inside}", tokenizer).name == "mine"
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"prompt": "def f :"}) + "\n")
+    found = load_prompts(str(tmp_path / "HumanEval.jsonl.gz"), tokenizer)
+    assert (found.name, found.prompts) == ("HumanEval", [[1, 6, 7, 8, 2]])
+    for wrong in ("gsm8k", "mine=", "mine=gsm8k", str(tmp_path / "none.jsonl")):
+        with pytest.raises(InputError, match="no such file, folder or packaged set"):
+            load_prompts(wrong, tokenizer)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
+    with pytest.raises(InputError, match=r"latin\.jsonl:1: not JSON"):
+        load_prompts(str(tmp_path / "latin.jsonl"), tokenizer)
+
+
+def test_a_split_of_a_data_set_is_read_by_datasets(tokenizer, tmp_path):
+    """The hub's form, on a local folder of the same shape."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "owner" / "quiz"
+    folder.mkdir(parents=True)
+    write(folder / "train.jsonl", {"question": "how"})
+    write(folder / "test.jsonl", {"question": "why"})
+    found = load_prompts(f"hf:{folder}::test", tokenizer)
+    assert (found.name, found.prompts) == ("quiz", [[1, 3, 2]])
+    assert load_prompts(f"q=hf:{folder}", tokenizer).prompts == [[1, 4, 2]]
+    with pytest.raises(InputError, match="no data set's name"):
+        load_prompts("hf:", tokenizer)

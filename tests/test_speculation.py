@@ -8,6 +8,7 @@ from test_training import VOCAB, make_target
 from eyas.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.draft import Draft
 from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.errors import InputError
 from eyas.model_files import describe_model
 from eyas.packing import pack
 from eyas.simulation import simulate
@@ -94,7 +95,8 @@ def test_real_acceptance_equals_the_simulated_one(pair, option):
         from transformers import DynamicCache
 
         with torch.no_grad():
-            _, states = target(ids, torch.arange(ids.shape[1]).unsqueeze(0), torch.ones_like(ids), DynamicCache())
+            positions = torch.arange(ids.shape[1]).unsqueeze(0)
+            _, states = target(ids, positions, positions, DynamicCache())
         mask = np.array([0] * len(prompt) + [1] * len(trace.tokens), np.uint8)
         samples.append((ids[0].numpy(), mask, states[0, :, : 3 * 32], states[0, :, 3 * 32 :]))
     token_ids, masks, aux, final = zip(*samples, strict=True)
@@ -163,3 +165,40 @@ def test_baselines_by_hand():
     # 1 comes from the prefill; guesses 2 3 both right, then 4 as bonus; then 8 by the target alone.
     assert (found.rounds, found.emitted, found.accepted.tolist()) == (2, 4, [1, 1])
     assert lookup_then_table(table)([50, 1], 2) == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3", "mistral_window", "deepseek_v3", "gpt2"])
+def test_other_kinds_of_attention_are_lossless_too(tiny_model, kind):
+    """Windows shorter than the reply, mixtures of experts, latent attention; a batch of unequal prompts, whose caches have holes."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(kind)
+    info = describe_model(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    V, aux = info.vocab_size, (1, 2, 3)
+    draft = Draft(derive_config(info, aux, V, plain_rope=True))
+    vocabulary = choose_vocabulary(np.ones(V, np.int64), V, "hash")
+    initialise(draft, load_target_parts(info), vocabulary, torch.ones(3 * info.hidden_size))
+    questions = prompts(3, seed=2)
+    want = []
+    for prompt in questions:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        want.append(out[0, len(prompt) :].tolist())
+    for batch in ([questions], [[q] for q in questions]):
+        got = [decode(Target(model, aux), draft, some, k=3, max_new_tokens=40, end_ids=[])[0] for some in batch]
+        traces = [trace for some in got for trace in some]
+        assert [t.tokens for t in traces] == want
+    assert sum(sum(t.accepted) for t in traces) > 0
+
+
+def test_layers_that_cannot_take_guesses_back_are_refused(pair):
+    _, model, _, _ = pair
+    types = model.config.layer_types if hasattr(model.config, "layer_types") else None
+    model.config.layer_types = ["linear_attention", "full_attention"] * 3
+    try:
+        with pytest.raises(InputError, match="layers of linear_attention"):
+            Target(model, AUX)
+    finally:
+        model.config.layer_types = types

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from eyas.acceptance_figures import SetResult, Timing, joined
+from eyas.acceptance_plot import plot
 from eyas.baselines import Guesser, NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.draft import Draft
 from eyas.draft_files import load_draft
@@ -26,7 +27,7 @@ from eyas.embedded import resolve_model_path
 from eyas.engines.packed_attention import avoid_cudnn_attention
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, InputError, StoreError
-from eyas.manifest import differing_fields, made_by, now, write_json
+from eyas.manifest import MANIFEST, differing_fields, made_by, now, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.prompts import PromptSet, load_prompts
 from eyas.simulation import Acceptance
@@ -38,63 +39,6 @@ log = logging.getLogger(__name__)
 
 #: Largest logit gap between best and second that still counts as a tie, by compute dtype (bf16 logits near 20 lie 0.125 apart).
 TIE = {torch.float32: 2e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-
-
-@dataclass
-class SetResult:
-    """One prompt set. `acceptance` per prompt, `baselines`: guesser -> per prompt; seconds of decoding after the prefill."""
-
-    name: str
-    acceptance: list[Acceptance] = field(default_factory=list)
-    baselines: dict[str, list[Acceptance]] = field(default_factory=dict)
-    tokens: int = 0
-    seconds: float = 0.0
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
-    beside_plain: int = 0  # tokens and seconds with the draft, of the prompts that were also decoded plainly
-    beside_plain_seconds: float = 0.0
-    ties: list[str] = field(default_factory=list)
-    compared: int = 0
-
-    def summary(self, seed: int = 0) -> dict[str, Any]:
-        """Figures for the report: length with a 95 % interval (bootstrap over prompts), by position, speeds, baselines."""
-        total = sum_of(self.acceptance)
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
-        return {
-            "prompts": len(self.acceptance),
-            "acceptance_length": round(total.length, 4),
-            "interval_95": [round(x, 4) for x in bootstrap(self.acceptance, seed)],
-            "by_position": [round(x, 4) for x in total.by_position],
-            "rounds": total.rounds,
-            "tokens": self.tokens,
-            "tokens_per_second": round(rate, 2),
-            "plain_tokens_per_second": round(plain, 2) if self.plain_seconds else None,
-            "speed_up": round(self.beside_plain / self.beside_plain_seconds / plain, 3) if plain else None,
-            "replies_equal_to_plain": self.compared - len(self.ties) if self.compared else None,
-            "ties": self.ties,
-            "baselines": {name: round(sum_of(found).length, 4) for name, found in self.baselines.items()},
-        }
-
-
-def sum_of(found: Sequence[Acceptance]) -> Acceptance:
-    """All counts together."""
-    total = found[0]
-    for one in found[1:]:
-        total = total + one
-    return total
-
-
-def bootstrap(found: Sequence[Acceptance], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """95 % interval of the acceptance length, resampling prompts."""
-    emitted = np.array([a.emitted for a in found], dtype=float)
-    rounds = np.array([a.rounds for a in found], dtype=float)
-    if rounds.sum() == 0:
-        return float("nan"), float("nan")
-    picks = np.random.default_rng(seed).integers(0, len(found), (draws, len(found)))
-    lengths = emitted[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
-    low, high = np.quantile(lengths, (0.025, 0.975))
-    return float(low), float(high)
 
 
 def evaluate(
@@ -129,31 +73,31 @@ def evaluate(
         output: folder for `acceptance.json` and `acceptance.svg`.
         progress: called with (set, prompts done, prompts).
         engine: `vllm` also serves the exported draft by real vLLM on the same prompts (greedy) and puts its figures beside ours.
-        diagnose: hold the draft's store against the target; None: when the measured acceptance lies well below the simulated one.
+        diagnose: hold the store that the draft was trained on against the target (a few forward passes); None: wherever it still exists.
 
     Returns:
         the report: settings, `sets` (per set) and `overall`, as in `acceptance.json`.
 
     Raises:
         StoreError: the draft is of another target. ContractError: greedy output differs from plain decoding (the first difference).
-        InputError: prompts or model not readable.
+        InputError: prompts or model not readable, a setting out of range, two sets of one name. EngineError: vLLM is asked for and missing.
     """
-    if engine not in ("transformers", "vllm"):
-        raise InputError(f"unknown engine {engine!r}", "--engine is transformers or vllm")
+    check_options(chain, max_new_tokens, batch_size, limit, temperature, plain, engine)
+    place = find_device(device)
     folder = resolve_model_path(model_path)
     info = describe_model(folder, model_path, trust_remote_code=trust_remote_code)
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     compute = compute_dtype(dtype, place)
     if place.type == "cpu":
         torch.set_num_threads(sensible_threads())
-    model, manifest = load_for(draft, info, place, compute)
-    target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
     from eyas.tokenizer import load_tokenizer
 
+    model, manifest = load_for(draft, info, place, compute)
     tokenizer = load_tokenizer(model_path, trust_remote_code)
+    sets = load_sets(prompts, tokenizer, limit)
+    target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
     end_ids = end_tokens(target.model, tokenizer)
-    guessers = baseline_guessers(ngram_data or manifest.get("store", {}).get("path"))
-    sets = [load_prompts(spec, tokenizer, limit) for spec in prompts]
+    store = (manifest.get("store") or {}).get("path")
+    guessers = baseline_guessers(ngram_data or (store if store and Path(store).exists() else None))
     results = []
     for one in sets:
         found = measure(
@@ -187,6 +131,7 @@ def evaluate(
         },
         "acceptance_length_counts": "tokens per verification step, bonus token included",
         "simulated": (manifest.get("acceptance") or {}).get("simulated"),
+        "simulated_chain": (manifest.get("acceptance") or {}).get("chain"),
         "sets": {r.name: r.summary(seed) for r in results},
         "overall": joined(results).summary(seed),
     }
@@ -197,11 +142,9 @@ def evaluate(
         served = measure_vllm(draft, folder, sets, chain=chain, max_new_tokens=max_new_tokens, dtype=name)
         for one_name, figures in served.items():
             del figures["replies"]
-            figures["ratio_to_ours"] = round(
-                figures["acceptance_length"] / report["sets"][one_name]["acceptance_length"], 4
-            )
+            put_beside(figures, report["sets"][one_name])
         report["vllm"] = served
-    report["diagnosis"] = explain(report, manifest, target, info, end_ids, diagnose)
+    report["diagnosis"] = explain(report, manifest, target, info, tokenizer, end_ids, diagnose)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_json(Path(output) / "acceptance.json", report)
@@ -209,31 +152,117 @@ def evaluate(
     return report
 
 
+def check_options(
+    chain: int,
+    max_new_tokens: int,
+    batch_size: int,
+    limit: int | None,
+    temperature: float,
+    plain: int | None,
+    engine: str,
+) -> None:
+    """Refuse settings out of range, before anything is loaded. Raises as `evaluate`."""
+    wrong = [
+        (chain < 1, f"--chain {chain}", "at least 1"),
+        (
+            max_new_tokens < 2,
+            f"--max-new-tokens {max_new_tokens}",
+            "at least 2: the first token comes from the prefill",
+        ),
+        (batch_size < 1, f"--batch-size {batch_size}", "at least 1"),
+        (limit is not None and limit < 1, f"--limit {limit}", "at least 1"),
+        (not 0 <= temperature < float("inf"), f"--temperature {temperature}", "0 (greedy) or above"),
+        (plain is not None and plain < 0, f"--plain {plain}", "0 or more"),
+    ]
+    for bad, what, want in wrong:
+        if bad:
+            raise InputError(f"{what} is out of range", f"give {want}")
+    if engine not in ("transformers", "vllm"):
+        raise InputError(f"unknown engine {engine!r}", "--engine is transformers or vllm")
+    if engine == "vllm":
+        if temperature > 0:
+            raise InputError(
+                f"--engine vllm decodes greedily, --temperature {temperature} would not be comparable",
+                "leave --temperature at 0, or --engine out",
+            )
+        from eyas.acceptance_vllm import require_vllm
+
+        require_vllm()
+
+
+def find_device(name: str) -> torch.device:
+    """`auto`: the GPU where there is one. Raises InputError for one that is not there."""
+    try:
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.zeros(1, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name} cannot be used: {reason}", "give auto, cpu or cuda") from None
+    return found
+
+
+def load_sets(specs: Sequence[str], tokenizer: Any, limit: int | None) -> list[PromptSet]:
+    """Every prompt set. Raises InputError when two have one name: one would hide the other in the report."""
+    sets = [load_prompts(spec, tokenizer, limit) for spec in specs]
+    names = [one.name for one in sets]
+    twice = [spec for spec, name in zip(specs, names, strict=True) if names.count(name) > 1]
+    if twice:
+        raise InputError(f"prompt sets of one name: {', '.join(twice)}", "name them: --prompts gsm8k=PATH mtbench=PATH")
+    return sets
+
+
 def explain(
     report: dict[str, Any],
     manifest: dict[str, Any],
     target: Target,
     info: ModelInfo,
+    tokenizer: Any,
     end_ids: Sequence[int],
     wanted: bool | None,
 ) -> dict[str, Any]:
-    """The measured figure against the simulated one; where they disagree, the checks of the store that the draft was trained on."""
+    """The measured figure against the simulated one, and the checks of the store that the draft was trained on."""
     from eyas import diagnosis
     from eyas.store import open_states
 
-    simulated = (report["simulated"] or {}).get("acceptance_length")
-    measured = report["overall"]["acceptance_length"]
-    if wanted is None:
-        wanted = simulated is not None and measured < diagnosis.SUSPICIOUS * simulated
     findings: list[diagnosis.Finding] = []
     store = (manifest.get("store") or {}).get("path")
-    if wanted and store and Path(store).exists():
-        everything = Target(target.model, range(info.num_layers + 1))
-        findings = diagnosis.diagnose(open_states(store), everything, load_target_parts(info), end_ids)
+    unchecked = None
+    if not store:
+        unchecked = "the draft names no store"
+    elif wanted is False:
+        unchecked = "the store was not to be checked"
+    elif not (Path(store) / MANIFEST).exists():
+        unchecked = f"its store {store} is not there any more"
+    else:
+        states = open_states(store)
+        if states.manifest["dataset"]["hash"] != manifest.get("dataset_hash"):
+            unchecked = f"{store} holds other samples now than those it was trained on"
+        else:
+            findings = diagnosis.diagnose(
+                states,
+                Target(target.model, range(info.num_layers + 1)),
+                load_target_parts(info),
+                end_ids,
+                prompt_end=diagnosis.generation_prompt(tokenizer),
+                experts=info.is_moe,
+            )
+    pair = diagnosis.comparable(report)
     return {
-        "verdict": diagnosis.verdict(measured, simulated, findings),
+        "verdict": diagnosis.verdict(pair, findings, unchecked),
+        "agree": None if pair is None else diagnosis.agree(*pair),
         "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings],
     }
+
+
+def put_beside(served: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Complete vLLM's figures of a set by their ratio to ours: as reported, and with ours counted by vLLM's rule.
+
+    vLLM also counts guesses accepted behind the end of a reply; ours, counted so, is 1 + all accepted guesses / rounds.
+    """
+    served["ratio_to_ours"] = round(served["acceptance_length"] / ours["acceptance_length"], 4)
+    likewise = 1 + ours["accepted_guesses"] / ours["rounds"] + ours["accepted_behind_the_end"] / ours["rounds"]
+    served["ours_by_its_rule"] = round(likewise, 4)
+    served["ratio_by_its_rule"] = round(served["acceptance_length"] / likewise, 4)
 
 
 def load_for(
@@ -274,9 +303,9 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def baseline_guessers(data: str | Path | None) -> dict[str, Guesser]:
-    """Prompt lookup always; n-gram and both together when there are replies to count (a store or a dataset that still exists)."""
+    """Prompt lookup always; n-gram and both together when there are replies to count (a store or a dataset)."""
     guessers: dict[str, Guesser] = {"prompt lookup": prompt_lookup}
-    if data is None or not Path(data).exists():
+    if data is None:
         return guessers
     table = NgramTable(read_replies(Path(data)))
     return {**guessers, "n-gram": table, "lookup, then n-gram": lookup_then_table(table)}
@@ -319,15 +348,11 @@ def measure(
             "generator": generator,
         }
         traces, spent = decode(target, draft, prompts, k=chain, **common)
-        result.seconds += spent
-        result.tokens += sum(sum(t.emitted) for t in traces)
         alone: list[Trace] = []
+        plain_seconds = 0.0
         if plain is None or at < plain:
-            alone, seconds = decode(target, None, prompts, k=0, **common)
-            result.plain_seconds += seconds
-            result.plain_tokens += sum(sum(t.emitted) for t in alone)
-            result.beside_plain += sum(sum(t.emitted) for t in traces)
-            result.beside_plain_seconds += spent
+            alone, plain_seconds = decode(target, None, prompts, k=0, **common)
+        result.timings.append(Timing(count_emitted(traces), spent, count_emitted(alone), plain_seconds))
         for i, trace in enumerate(traces if temperature == 0 else []):
             other = alone[i] if alone else greedy_reading(target, prompts[i], trace)
             tie = compare(trace, other, f"{prompt_set.name}, prompt {at + i + 1}", TIE.get(draft.compute_dtype, 0.0))
@@ -338,11 +363,17 @@ def measure(
             accepted = np.array(trace.accepted, dtype=np.int64)
             by_place = np.array([(accepted > place).sum() for place in range(chain)], np.int64)
             result.acceptance.append(Acceptance(len(trace.emitted), sum(trace.emitted), by_place))
+            result.behind += trace.behind
             for name, guess in (guessers or {}).items():
                 result.baselines[name].append(replay(guess, prompt, trace.tokens, chain))
         if progress is not None:
             progress(prompt_set.name, min(at + batch_size, len(prompt_set.prompts)), len(prompt_set.prompts))
     return result
+
+
+def count_emitted(traces: Sequence[Trace]) -> int:
+    """Tokens of the replies, the prefill's own first ones not counted."""
+    return sum(sum(trace.emitted) for trace in traces)
 
 
 @torch.no_grad()
@@ -356,8 +387,7 @@ def greedy_reading(target: Target, prompt: Sequence[int], trace: Trace) -> Trace
 
     ids = torch.tensor([[*prompt, *trace.tokens]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
-    cache = DynamicCache(config=target.model.config.get_text_config())
-    logits, _ = target(ids, positions, torch.ones_like(ids), cache)
+    logits, _ = target(ids, positions, positions, DynamicCache())
     choices, gaps = choose(logits[:, len(prompt) - 1 : -1], 0.0, None)
     return Trace(tokens=choices[0].tolist(), gaps=gaps[0].tolist())
 
@@ -379,46 +409,4 @@ def compare(speculative: Trace, plain: Trace, where: str, tie: float) -> str | N
     raise ContractError(
         f"greedy speculative decoding changed the output: {where}, {both}, with a logit gap of {gap:.4f}",
         f"this must not happen above {tie} in this dtype; please report it with the draft and the prompt",
-    )
-
-
-def joined(results: Sequence[SetResult]) -> SetResult:
-    """All sets as one."""
-    total = SetResult("overall", baselines={name: [] for name in results[0].baselines})
-    for one in results:
-        total.acceptance += one.acceptance
-        for name, found in one.baselines.items():
-            total.baselines[name] += found
-        total.tokens += one.tokens
-        total.seconds += one.seconds
-        total.plain_tokens += one.plain_tokens
-        total.plain_seconds += one.plain_seconds
-        total.beside_plain += one.beside_plain
-        total.beside_plain_seconds += one.beside_plain_seconds
-        total.ties += one.ties
-        total.compared += one.compared
-    return total
-
-
-def plot(report: dict[str, Any]) -> str:
-    """An SVG of acceptance length per set beside its baselines."""
-    bars: list[tuple[str, float, str]] = []
-    for name, found in {**report["sets"], "overall": report["overall"]}.items():
-        bars.append((f"{name}: draft", found["acceptance_length"], "#1f6feb"))
-        bars += [(f"{name}: {guesser}", length, "#b0b8c1") for guesser, length in found["baselines"].items()]
-    widest = max([length for _, length, _ in bars] + [1.0])
-    rows = []
-    for i, (label, length, colour) in enumerate(bars):
-        y, width = 34 + 22 * i, 300 * length / widest
-        label = label.replace("&", "&amp;").replace("<", "&lt;")
-        rows.append(
-            f'<text x="8" y="{y + 12}">{label}</text><rect x="260" y="{y}" width="{width:.1f}" height="16" fill="{colour}"/>'
-            f'<text x="{266 + width:.1f}" y="{y + 12}">{length:.2f}</text>'
-        )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{44 + 22 * len(bars)}" font-family="sans-serif" font-size="12">'
-        '<rect width="100%" height="100%" fill="white"/>'
-        f'<text x="8" y="20" font-weight="bold">tokens per verification step, bonus included, chain of {report["settings"]["chain"]}</text>'
-        + "".join(rows)
-        + "</svg>\n"
     )

@@ -160,7 +160,9 @@ def evaluate(
     model_path: Annotated[str, typer.Option(help="Its target.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="Prompt sets: packaged names, files, folders, or NAME=PATH; several after one flag."),
+        typer.Option(
+            help="Prompt sets: packaged names, files, folders, hf:OWNER/NAME:CONFIG:SPLIT; NAME=... names one; several after one flag."
+        ),
     ] = None,
     chain: Annotated[int, typer.Option(help="Guesses per verification step.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 256,
@@ -185,7 +187,7 @@ def evaluate(
     diagnose: Annotated[
         bool | None,
         typer.Option(
-            help="Hold the draft's store against the target. Default: when the two acceptance figures disagree."
+            help="Hold the store that the draft was trained on against the target. Default: wherever the store still is."
         ),
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
@@ -235,7 +237,8 @@ def export(
     from eyas.exporting import export as run
 
     folder = run(draft, output_dir, format, dtype=dtype, embedding=embedding)
-    out.print((folder / "README.md").read_text() if (folder / "README.md").exists() else str(folder))
+    text = (folder / "README.md").read_text() if (folder / "README.md").exists() else str(folder)
+    out.print(text, soft_wrap=True, markup=False, highlight=False)  # the command in it is to be copied whole
 
 
 def import_draft(

@@ -132,6 +132,7 @@ def rows(found: DraftDemo) -> tuple[tuple[str, str], ...]:
             f"{overall['acceptance_length']:.2f} ({low:.2f} to {high:.2f}) on {overall['prompts']} held-out problems, chain of 5, "
             "bonus token included",
         ),
+        ("checked against its store", found.acceptance["diagnosis"]["verdict"]),
         ("without a network", guessers),
         (
             "lossless",

@@ -80,6 +80,11 @@ def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Dra
         StoreError: not a draft folder, weights missing, of other shapes, or a vocabulary that is not the one the manifest names.
     """
     folder = Path(folder)
+    if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
+        raise StoreError(
+            f"{folder} is a draft folder of an engine, not of eyas",
+            "make it one of eyas's: eyas import --source FOLDER --model-path TARGET --output-dir NEW",
+        )
     manifest = read_manifest(folder, KIND, FORMAT_VERSION)
     draft = Draft(read_draft_config(manifest))
     try:
@@ -142,20 +147,26 @@ def read_foreign_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor, dict[st
         files = sorted(folder.glob("*.safetensors"))
         weights = {k: v for file in files for k, v in load_file(file).items()}
     except (OSError, json.JSONDecodeError, SafetensorError) as error:
-        raise InputError(f"{folder} is no readable draft folder: {error}", "check --init-from") from None
+        raise InputError(
+            f"{folder} is no readable draft folder: {error}", "name a folder with config.json and *.safetensors"
+        ) from None
     renamed: dict[str, Tensor] = {}
     for key, tensor in weights.items():
         name = key.removeprefix("model.").replace("midlayer.", "layers.0.")
         if name.startswith("verifier_"):
             continue  # speculators keeps the target's head beside the draft's
         renamed[name.replace("fc_norm.", "aux_norms.")] = tensor
+    # The norm of later layers is called `hidden_norm` in SGLang, `input_layernorm` elsewhere; our folders hold it under both names.
+    for name in [n for n in renamed if n.endswith("hidden_norm.weight") and not n.startswith("layers.0.")]:
+        renamed.setdefault(name.replace("hidden_norm", "input_layernorm"), renamed[name])
+        del renamed[name]
     d2t = renamed.pop("d2t", None)
     renamed.pop("t2d", None)
     renamed.pop("embed_tokens.weight", None)
     if "lm_head.weight" not in renamed or "fc.weight" not in renamed:
         raise InputError(
             f"{folder} holds {', '.join(sorted(weights)[:6]) or 'no weights'}: no EAGLE-3 draft (fc.weight and lm_head.weight are needed)",
-            "check --init-from",
+            "name the draft's folder, not its target's",
         )
     size = renamed["lm_head.weight"].shape[0]
     ids = torch.arange(size) + (d2t.to(torch.int64) if d2t is not None else 0)
@@ -177,6 +188,7 @@ def init_from(draft: Draft, folder: Path) -> list[str]:
     """
     if (folder / MANIFEST).exists():
         other, _ = load_draft(folder)
+        layers: list[int] | None = list(other.config.aux_layer_ids)
         weights, ids = draft_weights(other), vocabulary_ids(other)
         scale = weights.pop("aux_scale")
         weights.pop("d2t")
@@ -184,6 +196,8 @@ def init_from(draft: Draft, folder: Path) -> list[str]:
     else:
         weights, ids, config = read_foreign_draft(folder)
         scale = torch.ones_like(draft.aux_scale)
+        named = config.get("eagle_aux_hidden_state_layer_ids")
+        layers = sorted(named) if named else None  # engines hand the states over in this order
         wanted = {"norm_before_residual": draft.config.norm_before_residual}
         theirs = config.get("transformer_layer_config") or config
         if rope_of(theirs) != rope_of({"rope_parameters": draft.config.rope}):
@@ -196,6 +210,11 @@ def init_from(draft: Draft, folder: Path) -> list[str]:
                 raise InputError(
                     f"{folder} has {key} = {config[key]}, this draft {value}", f"pass --{key.replace('_', '-')}"
                 )
+    if layers is not None and layers != list(draft.config.aux_layer_ids):
+        raise InputError(
+            f"{folder} reads layers {layers}, this draft {list(draft.config.aux_layer_ids)}",
+            f"pass --aux-layers {' '.join(map(str, layers))} (the store must hold them), or train from scratch",
+        )
     mine = dict(draft.named_parameters())
     head = weights.pop("lm_head.weight").float()
     wrong = [f"{k}: not of this draft" for k in weights if k not in mine]

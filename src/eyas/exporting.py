@@ -7,16 +7,21 @@ One set of weights, three readers; what differs is `config.json`:
 | | layer ids | names |
 |---|---|---|
 | vllm | top-level `eagle_aux_hidden_state_layer_ids`, our numbering; without it vLLM falls back to its default, silently | `midlayer.*` |
-| sglang | nested `eagle_config.eagle_aux_hidden_state_layer_ids`, 0-based layer *outputs*: our id minus one; unknown names are skipped, silently | `midlayer.*` |
-| speculators | top-level, our numbering; sizes inside `transformer_layer_config` | `layers.0.*` |
+| sglang | nested `eagle_config.eagle_aux_hidden_state_layer_ids`, mostly our id minus one (`layers.to_sglang`); unknown names are skipped, silently | `midlayer.*` |
+| speculators | top-level, our numbering; sizes inside `transformer_layer_config` | `layers.0.*`, `embed_tokens` |
 
-The vllm and sglang folders carry both keys, so either engine loads either. The measured scale of the auxiliary states is folded into `fc`.
+The vllm and sglang folders carry both keys, so either engine loads either, as far as SGLang can run the draft (`sglang_refuses`). All three
+hand the auxiliary states over in the order of the layers, so `fc` is written in that order. The measured scale of those states is folded into
+it. Later layers of a draft of several take their norm from `input_layernorm` in vLLM and speculators, from `hidden_norm` in SGLang: the
+folders for vLLM and SGLang hold it under both names. A draft that says every token has no vocabulary map. speculators needs the embedding in the file (without it, 0.9.0 runs on memory that
+nobody filled); the two engines share the target's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +30,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.draft import Draft, DraftConfig
-from eyas.draft_files import draft_weights, load_draft, read_foreign_draft, save_draft
+from eyas.draft_files import FORMAT_VERSION, KIND, draft_weights, load_draft, read_foreign_draft, save_draft
 from eyas.draft_setup import rope_of
-from eyas.errors import InputError
-from eyas.manifest import content_hash, refuse_foreign_folder, write_json
+from eyas.embedded import EMBEDDED_NAME, resolve_model_path
+from eyas.errors import FolderConflictError, InputError
+from eyas.layers import from_sglang, to_sglang
+from eyas.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
 
 Format = Literal["vllm", "sglang", "speculators", "eyas"]
 FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
-EXPORT_FILES = {"config.json", "model.safetensors", "README.md", "manifest.json", ".*.tmp"}
+#: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
+ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
+DRAFT_FILES = {MANIFEST, "model.safetensors", ".*.tmp", "acceptance.*"}
 
 
 def export(
@@ -47,13 +56,14 @@ def export(
 
     Args:
         draft: an eyas draft folder. output_dir: new or an earlier export. format: vllm, sglang, speculators or eyas (a copy).
-        dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's).
+        dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's;
+            speculators gets it always).
 
     Returns:
         the folder.
 
     Raises:
-        InputError: an unknown format or dtype; layer id 0 for SGLang, which cannot name it; the embedding asked for, but the target gone.
+        InputError: an unknown format or dtype; a draft that SGLang cannot run, for SGLang; the embedding wanted, but the target gone.
         StoreError: not a draft folder. FolderConflictError: the output folder holds something else.
     """
     if format not in FORMATS:
@@ -61,7 +71,9 @@ def export(
     if dtype not in ("bfloat16", "float16", "float32"):
         raise InputError(f"unknown dtype {dtype!r}", "--dtype is bfloat16, float16 or float32")
     folder = Path(output_dir)
-    refuse_foreign_folder(folder, EXPORT_FILES)
+    if folder.resolve() == Path(draft).resolve():
+        raise InputError(f"{folder} is the draft itself", "name another --output-dir")
+    refuse_foreign_folder(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
     model, manifest = load_draft(draft)
     if format == "eyas":
         kept = {
@@ -69,17 +81,17 @@ def export(
             for k in ("target", "dataset_hash", "store", "vocabulary", "training", "acceptance")
             if k in manifest
         }
+        refuse_other_draft(folder, training=manifest.get("training"))
         save_draft(folder, model.config, draft_weights(model), **kept)
         return folder
-    if format == "sglang" and 0 in model.config.aux_layer_ids:
-        raise InputError(
-            f"the draft reads layers {list(model.config.aux_layer_ids)}, and SGLang has no number for 0 (the embeddings)",
-            "train with other --aux-layers for SGLang",
-        )
-    weights = engine_weights(
-        model, "layers." if format == "speculators" or model.config.num_layers > 1 else "midlayer."
-    )
-    if embedding:
+    target = manifest.get("target", {})
+    refusal = sglang_refuses(model.config, target.get("architecture"))
+    if format == "sglang" and refusal is not None:
+        raise refusal
+    config, weights = in_layer_order(model.config, engine_weights(model))
+    if format != "speculators":
+        weights = engine_names(weights, config.num_layers)
+    if embedding or format == "speculators":
         weights["embed_tokens.weight"] = _embedding(manifest)
     kind = getattr(torch, dtype)
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
@@ -87,15 +99,14 @@ def export(
     temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
     save_file(weights, temporary, metadata={"format": "pt"})
     os.replace(temporary, folder / "model.safetensors")
-    target = manifest.get("target", {})
     build = speculators_config if format == "speculators" else engine_config
-    write_json(folder / "config.json", build(model.config, dtype, target))
-    (folder / "README.md").write_text(readme(format, folder, target, manifest), encoding="utf-8")
+    write_json(folder / "config.json", build(config, dtype, target))
+    (folder / "README.md").write_text(readme(format, folder, config, manifest, refusal), encoding="utf-8")
     return folder
 
 
-def engine_weights(draft: Draft, layer_prefix: str) -> dict[str, Tensor]:
-    """Weights under the engines' names, fp32: the scale folded into `fc`, `aux_norms` called `fc_norm`."""
+def engine_weights(draft: Draft) -> dict[str, Tensor]:
+    """Weights under speculators' names, fp32: the scale folded into `fc`, `aux_norms` called `fc_norm`."""
     weights = draft_weights(draft)
     scale = weights.pop("aux_scale")
     if draft.config.norm_aux and not bool((scale == 1).all()):
@@ -103,13 +114,48 @@ def engine_weights(draft: Draft, layer_prefix: str) -> dict[str, Tensor]:
             "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
         )
     weights["fc.weight"] = weights["fc.weight"] * scale
-    renamed = {}
-    for key, tensor in weights.items():
-        name = key.replace("aux_norms.", "fc_norm.")
-        if layer_prefix == "midlayer.":
-            name = name.replace("layers.0.", "midlayer.")
-        renamed[name] = tensor
-    return renamed
+    if (
+        draft.config.draft_vocab_size == draft.config.vocab_size
+    ):  # no map: vLLM and speculators take one for an unknown weight
+        del weights["d2t"], weights["t2d"]
+    return {key.replace("aux_norms.", "fc_norm."): tensor for key, tensor in weights.items()}
+
+
+def in_layer_order(config: DraftConfig, weights: dict[str, Tensor]) -> tuple[DraftConfig, dict[str, Tensor]]:
+    """The same draft with its auxiliary layers ascending, as engines hand their states over: blocks of `fc` and the norms before it move along."""
+    order = sorted(range(len(config.aux_layer_ids)), key=lambda place: config.aux_layer_ids[place])
+    blocks = weights["fc.weight"].split(config.hidden_size, dim=1)
+    norms = {
+        f"fc_norm.{new}.weight": weights[f"fc_norm.{old}.weight"] for new, old in enumerate(order) if config.norm_aux
+    }
+    ids = tuple(config.aux_layer_ids[place] for place in order)
+    return replace(config, aux_layer_ids=ids), {
+        **weights,
+        **norms,
+        "fc.weight": torch.cat([blocks[i] for i in order], 1),
+    }
+
+
+def engine_names(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Names that vLLM and SGLang both read: one layer is `midlayer`, the norm of later ones stands under both engines' names."""
+    if num_layers == 1:
+        return {key.replace("layers.0.", "midlayer."): tensor for key, tensor in weights.items()}
+    norms = [f"layers.{i}.input_layernorm.weight" for i in range(1, num_layers)]
+    return weights | {key.replace("input_layernorm", "hidden_norm"): weights[key].clone() for key in norms}
+
+
+def sglang_refuses(config: DraftConfig, architecture: str | None) -> InputError | None:
+    """Why SGLang (0.5.23) cannot run a draft for a target of this architecture; None where it can."""
+    if config.norm_before_residual:
+        return InputError(
+            "SGLang starts the residual from the state before its norm, this draft was trained with norm_before_residual",
+            "train without --norm-before-residual for SGLang",
+        )
+    try:
+        to_sglang(config.aux_layer_ids, architecture, config.target_layers)
+    except InputError as error:
+        return error
+    return None
 
 
 def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
@@ -143,6 +189,10 @@ def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
 def engine_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
     """`config.json` for vLLM and SGLang: the layer ids twice, in each one's numbering."""
     ids = list(config.aux_layer_ids)
+    architecture = target.get("architecture")
+    nested: dict[str, Any] = {"use_aux_hidden_state": True}
+    if sglang_refuses(config, architecture) is None:
+        nested["eagle_aux_hidden_state_layer_ids"] = to_sglang(ids, architecture, config.target_layers)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **llama_fields(config, dtype),
@@ -150,10 +200,7 @@ def engine_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> di
         "target_hidden_size": config.hidden_size,
         "num_aux_hidden_states": len(ids),
         "eagle_aux_hidden_state_layer_ids": ids,  # vLLM: what enters layer k, our numbering
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids],  # SGLang: what leaves layer k
-            "use_aux_hidden_state": True,
-        },
+        "eagle_config": nested,  # SGLang's numbering
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
         "fc_norm": config.norm_aux,
@@ -199,15 +246,23 @@ def import_draft(
 
     Raises:
         InputError: no EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
+        FolderConflictError: the output folder holds something else, another draft included.
     """
-    from eyas.embedded import resolve_model_path
     from eyas.model_files import describe_model
 
+    if (Path(source) / MANIFEST).exists():
+        raise InputError(
+            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
+        )
+    refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
+    refuse_other_draft(Path(output_dir), imported_from=str(source))
     info = describe_model(resolve_model_path(model_path), model_path)
     weights, ids, raw = read_foreign_draft(Path(source))
     llama = raw.get("transformer_layer_config") or raw
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids") or ([i + 1 for i in nested] if nested else None)
+    aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids")
+    if not aux and nested:
+        aux = from_sglang(nested, info.architecture)
     if not aux:
         raise InputError(
             f"{source}: config.json names no layers that feed the draft",
@@ -221,7 +276,7 @@ def import_draft(
         head_dim=llama.get("head_dim") or llama["hidden_size"] // llama["num_attention_heads"],
         vocab_size=llama["vocab_size"],
         draft_vocab_size=len(ids),
-        aux_layer_ids=tuple(aux),
+        aux_layer_ids=tuple(sorted(aux)),  # engines hand the states over in this order, whatever the config's
         target_layers=info.num_layers,
         num_layers=llama.get("num_hidden_layers", 1),
         rms_norm_eps=llama.get("rms_norm_eps", 1e-6),
@@ -260,8 +315,16 @@ def import_draft(
     return Path(output_dir)
 
 
+def refuse_other_draft(folder: Path, training: Any = None, imported_from: str | None = None) -> None:
+    """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
+    if (folder / MANIFEST).exists():
+        have = read_manifest(folder, KIND, FORMAT_VERSION).get("training") or {}
+        same = have == (training or {}) if imported_from is None else have.get("imported_from") == imported_from
+        if not same:
+            raise FolderConflictError(f"{folder} holds another draft", "name a new --output-dir")
+
+
 def _embedding(manifest: dict[str, Any]) -> Tensor:
-    from eyas.embedded import resolve_model_path
     from eyas.model_files import describe_model
     from eyas.teacher import load_target_parts
 
@@ -269,24 +332,35 @@ def _embedding(manifest: dict[str, Any]) -> Tensor:
     return load_target_parts(describe_model(resolve_model_path(name), name)).embedding.float()
 
 
-def readme(format: str, folder: Path, target: dict[str, Any], manifest: dict[str, Any]) -> str:
-    """How to serve the folder, and what is known of it."""
+def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, Any], refusal: InputError | None) -> str:
+    """How to serve the folder, and what is known of it. refusal: why SGLang cannot run the draft, if so."""
+    target = manifest.get("target", {})
     name = target.get("id", "TARGET")
+    if name == EMBEDDED_NAME:  # engines know no such name
+        name = str(resolve_model_path(name))
     simulated = (manifest.get("acceptance") or {}).get("simulated") or {}
-    settings = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    settings = json.dumps({"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": 3})
     sglang = (
         f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {folder} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        f"--speculative-draft-model-path {folder.resolve()} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
     command = sglang if format == "sglang" else f"vllm serve {name} --speculative-config '{settings}'"
+    ids = list(config.aux_layer_ids)
     lines = [
         f"# EAGLE-3 draft for {name}",
         "",
         f"    {command}",
         "",
-        f"- layers that feed it: {manifest['config']['aux_layer_ids']} (what enters layer k; top-level key), "
-        f"{[i - 1 for i in manifest['config']['aux_layer_ids']]} (what leaves layer k; in `eagle_config`)",
-        f"- draft vocabulary: {manifest['config']['draft_vocab_size']} of {manifest['config']['vocab_size']}",
+        f"- layers that feed it: {ids} (what enters layer k; top-level key of config.json)",
+    ]
+    if format != "speculators":
+        architecture = target.get("architecture")
+        named = None if refusal else to_sglang(ids, architecture, config.target_layers)
+        lines.append(
+            f"- SGLang cannot run it: {refusal}" if refusal else f"- the same for SGLang: {named} (in `eagle_config`)"
+        )
+    lines += [
+        f"- draft vocabulary: {config.draft_vocab_size} of {config.vocab_size}",
         f"- target: config hash {target.get('config_hash')}, weights hash {target.get('weights_hash')}",
     ]
     if simulated:

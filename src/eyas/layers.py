@@ -93,3 +93,46 @@ def describe_layer(layer_id: int, num_layers: int) -> str:
     if layer_id == 0:
         return "0 (embeddings)"
     return f"{layer_id} (final)" if layer_id == num_layers else str(layer_id)
+
+
+#: Targets whose explicit ids SGLang takes as ours, unless the first of them is 1 (then as outputs, like everywhere else): the classes that
+#: share `DeepseekV2ForCausalLM.set_eagle3_layers_to_capture`, by the architecture in the target's config (read in SGLang 0.5.23).
+SGLANG_STREAM_IDS = (
+    "Deepseek",
+    "KimiK25",
+    "GlmMoeDsa",
+    "Glm4MoeLite",
+    "MistralLarge3",
+)
+
+
+def to_sglang(ids: Sequence[int], architecture: str | None, num_layers: int) -> list[int]:
+    """Our ids as `eagle_config.eagle_aux_hidden_state_layer_ids` must name them for SGLang to capture exactly these layers.
+
+    SGLang adds one to each; for a DeepSeek-like target only if the first is 1. It captures in the order of the layers, so the order here
+    is free where it helps to keep a 1 from the first place.
+
+    Raises:
+        InputError: an id that SGLang cannot capture: 0 (the embeddings) and N (behind the last layer).
+    """
+    wrong = [i for i in ids if not 0 < i < num_layers]
+    if wrong:
+        raise InputError(
+            f"the draft reads layers {list(ids)}, and SGLang captures neither the embeddings (0) nor the last layer's output ({num_layers})",
+            "train with other --aux-layers for SGLang",
+        )
+    ascending = sorted(ids)
+    if not (architecture or "").startswith(SGLANG_STREAM_IDS) or ascending[0] == 2:
+        return [i - 1 for i in ascending]
+    if ascending == [1]:
+        raise InputError(
+            f"SGLang cannot be told to capture layer 1 alone of a {architecture}",
+            "train with other --aux-layers for SGLang",
+        )
+    return [*ascending[1:], 1] if ascending[0] == 1 else ascending
+
+
+def from_sglang(named: Sequence[int], architecture: str | None) -> list[int]:
+    """The layers, ascending and in our ids, that SGLang captures for these ids in `eagle_config` (see `to_sglang`)."""
+    as_ours = (architecture or "").startswith(SGLANG_STREAM_IDS) and named[0] != 1
+    return sorted(i if as_ours else i + 1 for i in named)

@@ -7,7 +7,8 @@ decoding emits. With a temperature, guess d with draft probability q(d) and targ
 min(1, p/q), and the first rejected one is replaced by a draw from max(0, p - q), normalised: the emitted tokens follow p.
 
 Sequences accept different numbers of guesses. The caches stay rectangular: rejected places remain in them as holes that a mask hides, and
-positions are counted per sequence, so any batch gives what single sequences give.
+positions are counted per sequence, so any batch gives what single sequences give. The cache keeps all tokens of every layer, because a
+sliding one cannot take rejected guesses back; a layer's window is then in its mask.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from torch import Tensor
 from eyas.draft import Draft
 from eyas.draft_decoding import DraftDecoder
 from eyas.engines.transformers import find_decoder
+from eyas.errors import InputError
 
 
 @dataclass
 class Trace:
     """What decoding one prompt gave. tokens: the reply, up to and with the end token. emitted: tokens per round, the prefill's own first
-    token not counted. accepted: guesses accepted per round (within the reply). gaps: per token, the target's logit lead of its choice."""
+    token not counted. accepted: guesses accepted per round (within the reply); behind: those of the last round behind the reply's end.
+    gaps: per token, the target's logit lead of its choice."""
 
     tokens: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    behind: int = 0
     gaps: list[float] = field(default_factory=list)
 
 
@@ -41,10 +45,23 @@ class Target:
 
     Args:
         model: loaded, in eval mode. layer_ids: our ids; id k is what enters layer k (N: what enters the final norm).
+
+    Raises:
+        InputError: layers that keep no key and value per token, or see others than the last ones: rejected guesses cannot be taken back.
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int]):
         self.model, self.layer_ids = model, tuple(layer_ids)
+        config = model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        strange = sorted(self.kinds - {"full_attention", "sliding_attention"})
+        if strange:
+            raise InputError(
+                f"{type(model).__name__} has layers of {', '.join(strange)}, from which eyas cannot take rejected guesses back",
+                "serve the exported draft with an engine, which reports its acceptance",
+            )
+        self.window: int | None = window if "sliding_attention" in self.kinds else None
         self.device = next(model.parameters()).device
         self._taken: dict[int, Tensor] = {}
         decoder = find_decoder(model, model.config.get_text_config().num_hidden_layers)
@@ -58,13 +75,35 @@ class Target:
 
         return hook
 
-    def __call__(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        """ids, positions [B, S], mask [B, everything so far] -> logits [B, S, V] in fp32, states [B, S, L*H] side by side."""
+    def __call__(self, ids: Tensor, positions: Tensor, places: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        """One forward pass.
+
+        Args:
+            ids, positions: [B, S]. places: [B, everything so far], the position of each token in the cache and of these; -1 for holes.
+
+        Returns:
+            logits [B, S, V] in fp32, states [B, S, L*H] side by side.
+        """
+        mask = (places >= 0).long() if self.window is None else self._masks(positions, places, self.window)
         out = self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask.long(), past_key_values=cache, use_cache=True
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
         states = torch.cat([self._taken[i] for i in self.layer_ids], -1) if self.layer_ids else ids.unsqueeze(-1)
         return out.logits.float(), states
+
+    def _masks(self, positions: Tensor, places: Tensor, window: int) -> Any:
+        """Additive masks [B, 1, S, everything], one per kind of layer: windows count positions, and holes have none."""
+        behind = positions.unsqueeze(2) - places.unsqueeze(1)
+        seen = (places >= 0).unsqueeze(1) & (behind >= 0)
+        dtype = self.model.dtype
+        masks = {
+            kind: torch.zeros(allowed.shape, dtype=dtype, device=places.device)
+            .masked_fill(~allowed, torch.finfo(dtype).min)
+            .unsqueeze(1)
+            for kind, allowed in (("full_attention", seen), ("sliding_attention", seen & (behind < window)))
+            if kind in self.kinds
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 @torch.no_grad()
@@ -94,11 +133,12 @@ def decode(
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[False] * (longest - len(p)) + [True] * len(p) for p in prompts], device=device)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    cache = DynamicCache(config=target.model.config.get_text_config())
+    places = positions.masked_fill(~mask, -1)  # of each token in the cache, per sequence; -1: a hole
+    cache = DynamicCache()
     drafter = None if draft is None else DraftDecoder(draft, B, device)
     traces = [Trace() for _ in prompts]
 
-    logits, states = target(ids, positions, mask, cache)
+    logits, states = target(ids, positions, places, cache)
     last, gaps = choose(logits[:, -1:], temperature, generator)  # [B, 1], the prefill's own token
     began = time.perf_counter()
     finished = [_take(t, last[b].tolist(), gaps[b].tolist(), end_ids, max_new_tokens) for b, t in enumerate(traces)]
@@ -109,8 +149,7 @@ def decode(
         guesses, q = drafter.chain(k, temperature, generator) if drafter is not None else (last[:, :0], None)
         inputs = torch.cat([last, guesses], 1)  # [B, k + 1]
         positions = length.unsqueeze(1) + torch.arange(k + 1, device=device)
-        mask = torch.cat([mask, torch.ones_like(inputs, dtype=torch.bool)], 1)
-        logits, states = target(inputs, positions, mask, cache)
+        logits, states = target(inputs, positions, torch.cat([places, positions], 1), cache)
         if temperature == 0 or q is None:
             answers, gaps = choose(logits, temperature, generator)  # [B, k + 1], what the target says after each input
             accepted = (guesses == answers[:, :k]).long().cumprod(1).sum(1)
@@ -125,11 +164,12 @@ def decode(
                 )
                 trace.emitted.append(len(trace.tokens) - before)
                 trace.accepted.append(min(count - 1, trace.emitted[-1]))
+                trace.behind += count - 1 - trace.accepted[-1]
         kept = torch.arange(k + 1, device=device) <= accepted.unsqueeze(1)  # inputs that are part of the reply
         if drafter is not None:
             drafter.commit(states, answers, positions, kept)
         most = int(accepted.max()) + 1
-        mask = torch.cat([mask[:, : -(k + 1)], kept[:, :most]], 1)
+        places = torch.cat([places, positions.masked_fill(~kept, -1)[:, :most]], 1)
         if most < k + 1:  # places that no sequence accepted
             cache.crop(most - (k + 1))
         last = answers.gather(1, accepted.unsqueeze(1))

@@ -110,6 +110,10 @@ class EvalDisplay:
             self._bar.stop()
 
 
+def _shown(x: float | None, form: str = "{:.2f}") -> str:
+    return "-" if x is None else form.format(x)
+
+
 def show_acceptance(report: dict[str, Any]) -> None:
     """One row per prompt set, the baselines beside the draft."""
     table = Table(
@@ -122,17 +126,16 @@ def show_acceptance(report: dict[str, Any]) -> None:
         **report["sets"],
         **({"overall": report["overall"]} if len(report["sets"]) > 1 else {}),
     }.items():
-        low, high = found["interval_95"]
         table.add_row(
             name,
             str(found["prompts"]),
-            f"{found['acceptance_length']:.2f}",
-            f"{low:.2f}-{high:.2f}",
-            " ".join(f"{100 * x:.0f}" for x in found["by_position"]) + " %",
-            *(f"{found['baselines'][g]:.2f}" for g in guessers),
-            f"{found['tokens_per_second']:.1f}",
-            "-" if found["plain_tokens_per_second"] is None else f"{found['plain_tokens_per_second']:.1f}",
-            "-" if found["speed_up"] is None else f"{found['speed_up']:.2f}",
+            _shown(found["acceptance_length"]),
+            "-".join(_shown(x) for x in found["interval_95"]),
+            " ".join(_shown(x, "{:.0%}").rstrip("%") for x in found["by_position"]) + " %",
+            *(_shown(found["baselines"][g]) for g in guessers),
+            _shown(found["tokens_per_second"], "{:.1f}"),
+            _shown(found["plain_tokens_per_second"], "{:.1f}"),
+            _shown(found["speed_up"]),
         )
     out.print(table)
     overall = report["overall"]
@@ -144,7 +147,8 @@ def show_acceptance(report: dict[str, Any]) -> None:
     for name, served in report.get("vllm", {}).items():
         places = " ".join(f"{100 * x:.0f}" for x in served["by_position"])
         out.print(
-            f"vLLM on {name}: acceptance length {served['acceptance_length']:.2f} ({served['ratio_to_ours']:.3f} of ours), "
+            f"vLLM on {name}: acceptance length {served['acceptance_length']:.3f}, {served['ratio_to_ours']:.3f} of ours "
+            f"({served['ratio_by_its_rule']:.3f} with ours counted by its rule: guesses behind the end of a reply count too), "
             f"by position {places} %, {served['tokens_per_second']:.1f} tok/s"
         )
     diagnosis = report["diagnosis"]

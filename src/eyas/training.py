@@ -62,6 +62,7 @@ DRAFT_FILES = {
     ".*.tmp",
     SETTINGS,
     METRICS,
+    "acceptance.*",  # what `eyas eval` leaves beside the draft
     "checkpoints",
     "tracking",
     ".manifest.json.*",

@@ -22,12 +22,23 @@ from eyas.prompts import PromptSet
 
 if __name__ == "__main__":
     draft, target, prompts, out = sys.argv[1:]
-    found = measure_vllm(draft, Path(target), [PromptSet("mine", json.loads(prompts))], chain=3, max_new_tokens=24)
+    found = measure_vllm(draft, Path(target), [PromptSet("mine", json.loads(prompts))], chain=3, max_new_tokens=96)
     Path(out).write_text(json.dumps(found["mine"]))
 """
 
 
-def test_vllm_accepts_what_our_loop_accepts(tmp_path):
+#: What vLLM has to read right for a draft of each kind: one plain, one with everything that engines know.
+VARIANTS = {
+    "plain": ((1, 3, 5), {}),
+    "everything": (
+        (5, 1, 3),
+        {"num_layers": 2, "norm_aux": True, "norm_output": True, "norm_before_residual": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -42,7 +53,7 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=128, initializer_range=0.2, eos_token_id=127, tie_word_embeddings=True,
+        head_dim=32, max_position_embeddings=256, initializer_range=0.2, eos_token_id=127, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -57,20 +68,16 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     parts = load_target_parts(info)
     counts = np.ones(128, np.int64)
     counts[::9] = 0
-    draft = Draft(derive_config(info, (1, 3, 5), 112))
-    # A scale that is not one, so that the folded fc is put to the test.
-    initialise(
-        draft,
-        parts,
-        choose_vocabulary(counts, 112, "hash"),
-        0.5 + torch.rand(3 * 128),
-        first=FirstWeights(zero_down=False),
-    )
+    aux, options = VARIANTS[variant]
+    draft = Draft(derive_config(info, aux, 112, **options))
+    # A scale that is not one, so that the folded fc is put to the test (norms of the auxiliary states leave nothing to fold).
+    scale = torch.ones(3 * 128) if "norm_aux" in options else 0.5 + torch.rand(3 * 128)
+    initialise(draft, parts, choose_vocabulary(counts, 112, "hash"), scale, first=FirstWeights(zero_down=False))
     save_draft(tmp_path / "draft", draft.config, draft_weights(draft), target=info.for_manifest(), dataset_hash="hash")
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 120, int(n)).tolist() for n in rng.integers(4, 12, 12)]
-    traces, _ = decode(Target(model, (1, 3, 5)), draft, prompts, k=3, max_new_tokens=24, end_ids=[127])
+    traces, _ = decode(Target(model, aux), draft, prompts, k=3, max_new_tokens=96, end_ids=[127])
     rounds = sum(len(t.emitted) for t in traces)
     length = sum(sum(t.emitted) for t in traces) / rounds
 
@@ -97,8 +104,12 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path):
     served = json.loads((tmp_path / "out.json").read_text())
     assert served["replies"] == [t.tokens for t in traces]
     assert 1.05 < length < 3.9
-    # vLLM also counts guesses accepted behind the end of a reply: the last round of a reply may differ, no other.
+    # The bar: within 2 % of each other as both are reported.
+    assert served["acceptance_length"] == pytest.approx(length, rel=0.02)
+    # The rest is what vLLM counts behind the end of a reply. Counted by its rule, ours are the same guesses, one near tie apart at most.
     accepted = np.array([a for t in traces for a in t.accepted])
-    assert served["rounds"] == pytest.approx(rounds, abs=len(prompts))
-    assert served["by_position"][0] == pytest.approx((accepted > 0).mean(), abs=0.05)
-    assert served["acceptance_length"] == pytest.approx(length, rel=0.08)
+    behind = sum(t.behind for t in traces)
+    assert served["rounds"] == pytest.approx(rounds, abs=1)
+    assert served["acceptance_length"] == pytest.approx(1 + (accepted.sum() + behind) / rounds, rel=0.005)
+    for place in range(3):
+        assert served["by_position"][place] == pytest.approx((accepted > place).mean(), abs=len(prompts) / rounds)
