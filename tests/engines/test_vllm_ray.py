@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from vllm_models import eyas_process, random_samples, reference_states, worst_error, write_dataset
 
 from eyas import runs
-from eyas.engines.vllm_start import thread_binding
+from eyas.engines.vllm_start import ray_devices, thread_binding
+from eyas.errors import PreflightError
 from eyas.loglines import Wanted, read_lines
 from eyas.store import open_states
 
@@ -99,3 +101,11 @@ def test_more_ranks_than_the_cluster_has_devices_are_refused_at_once(
     assert code == 4, errors[-3000:]
     assert "needs 4 GPUs, the Ray cluster has 2" in " ".join(errors.split())
     assert not list((tmp_path / "store").glob("shard-*"))
+
+
+def test_an_address_where_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, not listening
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(PreflightError, match="no Ray cluster answers"):
+            ray_devices("GPU")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -185,7 +186,7 @@ def _refuse_ray(ranks: int, *, gpu: bool) -> None:
             f"vLLM has no Ray executor on this platform ({current_platform.device_name})",
             "use GPUs, or one engine per host with --shard i/n",
         )
-    there = _ray_devices(key)
+    there = ray_devices(key)
     if there is None:  # vLLM starts a cluster of this machine alone
         there = float(torch.cuda.device_count()) if gpu else 0.0
     if ranks > there:
@@ -195,15 +196,27 @@ def _refuse_ray(ranks: int, *, gpu: bool) -> None:
         )
 
 
-def _ray_devices(key: str) -> float | None:
-    """How many devices the running Ray cluster has ($RAY_ADDRESS, or the one on this machine); None when there is no cluster."""
+def ray_devices(key: str) -> float | None:
+    """How many devices the running Ray cluster has ($RAY_ADDRESS, or the one on this machine); None when there is no cluster.
+
+    Raises PreflightError: nothing answers at $RAY_ADDRESS (Ray itself tries for minutes, then ends the process).
+    """
     import ray
 
+    host, _, port = os.environ.get("RAY_ADDRESS", "auto").rpartition(":")
+    if port == "local":
+        return None
+    if port.isdigit() and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise PreflightError(
+                f"no Ray cluster answers at RAY_ADDRESS={host}:{port}: {error}",
+                "`ray start --head` there, or correct RAY_ADDRESS",
+            ) from None
     try:
         ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
-    except ConnectionError as error:
-        if address := os.environ.get("RAY_ADDRESS"):
-            raise PreflightError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}", "`ray status`") from None
+    except ConnectionError:
         return None
     try:
         return float(ray.cluster_resources().get(key, 0))
