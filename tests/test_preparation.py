@@ -217,3 +217,34 @@ def test_predicted_bytes():
     # Kimi-K2.5: four states of 7168 values in bf16 are 57,344 bytes a token.
     assert predicted_bytes(1, 7168) == 57_344 + 5
     assert predicted_bytes(1000, 576, layers=3, bytes_per_value=4) == 1000 * (3 * 576 * 4 + 5)
+
+
+def long_rows(tmp_path, n=20):
+    """Seven of twenty answers are too long for 64 tokens."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "Hi there"},
+                {"role": "assistant", "content": " ".join(f"word{k}x{i}" for i in range(60 if k % 3 == 0 else 3))},
+            ]
+        }
+        for k in range(n)
+    ]
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_long_rows_dropped_or_split_are_counted(model, tmp_path):
+    dropped = prepare(
+        long_rows(tmp_path), model, tmp_path / "a", settings=PrepareSettings(max_seq_len=64, on_long="drop")
+    )
+    assert (dropped.kept, dropped.dropped, dropped.samples) == (13, 7, 13)
+    assert all("longer than --max-seq-len 64" in one["reason"] for one in dropped.rejected)
+    split = prepare(
+        long_rows(tmp_path), model, tmp_path / "b", settings=PrepareSettings(max_seq_len=64, on_long="split")
+    )
+    whole = prepare(long_rows(tmp_path), model, tmp_path / "c")
+    assert split.supervised_tokens == whole.supervised_tokens  # no supervised token is lost
+    assert split.answers_cut >= 7
+    assert split.answers_lost == 0

@@ -145,16 +145,6 @@ def test_missing_foreign_and_doubled_shards(store):
     assert any("no readable shard" in p for p in problems(store))
 
 
-def test_a_lost_sample_is_noticed(store):
-    """F16: neither in a shard nor in the ledger."""
-    path = store / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["dataset"]["samples"] += 1
-    path.write_text(json.dumps(manifest))
-    (problem,) = problems(store)
-    assert "the dataset has 9 samples, 8 are in shards and 0 in the ledger" in problem
-
-
 def test_another_model_than_the_one_it_is_of(store, tiny_model):
     (problem,) = problems(store, model_path=str(tiny_model("llama_untied")))
     assert "is another model" in problem

@@ -128,7 +128,7 @@ def check_vocabulary(folder: Path, manifest: dict[str, Any], vocabulary: DraftVo
             f"{k} hash: the folder has {have[k]}, this run has {want[k]}" for k in have if have[k] != want[k]
         )
         raise FolderConflictError(
-            f"{folder} holds a draft with the vocabulary of other data:\n  {differing}",
+            f"{folder} holds a draft with the vocabulary of other data (fault F15):\n  {differing}",
             "name a new --output-dir, or start from that draft with --init-from, which makes the vocabulary anew",
         )
 

@@ -133,7 +133,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> Draft
     """
     if counts.sum() == 0:
         raise InputError(
-            "no token in the store is supervised (every loss mask is zero)",
+            "no token in the store is supervised (every loss mask is zero; fault F13)",
             "run `eyas prepare` again and look at its masks",
         )
     order = np.lexsort((np.arange(len(counts)), -counts))[:size]

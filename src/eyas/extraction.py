@@ -256,7 +256,7 @@ def plan(settings: ExtractSettings) -> Job:
     unknown = done - set(dataset.ids)
     if unknown:
         raise FolderConflictError(
-            f"{folder} holds {len(unknown)} samples that are not in {settings.prepared_data}",
+            f"{folder} holds {len(unknown)} samples that are not in {settings.prepared_data} (fault F12)",
             "name another --output-dir",
         )
     left = int(sum(int(dataset.lengths[i]) for i in fitting if dataset.ids[i] not in done))
@@ -360,7 +360,7 @@ def _run(
     settings, dataset, engine = job.settings, job.dataset, job.engine
     part = "shard-*.tmp" if settings.replica[1] == 1 else f"shard-s{settings.replica[0]:03d}*.tmp"
     for half in folder.glob(part):
-        log.info("removing half-written %s", half.name)
+        log.info("removing half-written %s: it does not count (fault F10)", half.name)
         half.unlink()
     todo = [batch for batch in job.batches if any(dataset.ids[i] not in job.done for i in batch)]
     new = [i for batch in todo for i in batch if dataset.ids[i] not in job.done]
@@ -426,7 +426,7 @@ def _finish(
         # Whatever neither lies in a shard nor has a reason was lost on the way: that is never passed over in silence (F16).
         for one in job.dataset.ids:
             if one not in there and one not in reasons and in_share(one, replica):
-                reasons[one] = "no states came out of the engine for it, and no reason"
+                reasons[one] = "no states came out of the engine for it, and no reason (fault F16)"
     told = read_ledger(folder)
     reasons |= {one: told[one] for one in others if one in told}
     under_way = [one for one in others if one not in there and one not in reasons]

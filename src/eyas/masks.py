@@ -425,7 +425,7 @@ class ChatTemplate:
         for place in turns_supervised:
             if not inside[place.start : place.end].all():
                 raise MaskError(
-                    f"the template's generation block misses text of message {place.part.turn + 1} that the rendering shows as generated"
+                    f"the template's generation block misses text of message {place.part.turn + 1} that the rendering shows as generated (fault F13)"
                 )
         if self.settings.supervise != "assistant":
             return
@@ -436,7 +436,7 @@ class ChatTemplate:
                 and not self._in_special(text, int(at))
             ):
                 raise MaskError(
-                    f"the template's generation block covers {text[at : at + 30]!r}, which no turn generates"
+                    f"the template's generation block covers {text[at : at + 30]!r}, which no turn generates (fault F13)"
                 )
 
     def _in_special(self, text: str, at: int) -> bool:
@@ -498,12 +498,10 @@ class ChatTemplate:
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             covered = ends[(ends > start) & (ends - len(header) < end)]
             if len(covered):
-                return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1})"
+                return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1}; fault F13)"
             late = start - int(ends[ends <= start].max(initial=-10))
             if 0 < late <= 2 and not THINK_ONLY.fullmatch(self._decode(token_ids[start - late : start].tolist())):
-                return (
-                    f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted?"
-                )
+                return f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted (fault F13)?"
         return None
 
     def samples(self, conversation: Conversation) -> list[MaskedTokens]:

@@ -35,6 +35,8 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 #: A next token that differs is a near tie, and no failure, if the model's own logits of the two lie closer than this many
 #: standard deviations of its logits at that position.
 TIE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+#: Up to this relative L2 to its nearest reference layer a state is that layer's; beyond, it is no layer's at all.
+RESEMBLES = 0.3
 
 
 def apply_norm(x: torch.Tensor, norm: torch.nn.Module, kind: str, eps: float) -> torch.Tensor:
@@ -117,6 +119,12 @@ def judge_layers(
         error, nearest = figures["error"], int(figures["nearest"])
         # The negated comparison also catches NaN.
         if nearest != i and not error <= max(2 * figures["nearest_error"], 1e-6):
+            if strict and not figures["nearest_error"] <= RESEMBLES:
+                raise ParityError(
+                    f"{what}: layer {name} resembles no layer of the reference (relative L2 to its own {error:.2g}, to layer {nearest} "
+                    f"{figures['nearest_error']:.2g}): hidden without its residual (fault F7), or states of another request (fault F2)",
+                    "run again with --trace",
+                )
             raise ParityError(
                 f"{what}: layer {name} is nearest to the reference's layer {nearest} (relative L2 {figures['nearest_error']:.2g}; to its own {error:.2g}): a layer early, late or swapped (fault F5)",
                 "check how the layer ids are counted (--layer-index), and the engine's version",
@@ -138,15 +146,19 @@ def judge_final(
     already = relative_l2(final, last)
     if already <= tolerance / 10 or not error <= tolerance:
         if already <= tolerance:
-            raise ParityError(
-                f"{what}: the target state is already normed (relative L2 to the model's normed state {already:.2g}): it was taken after the final norm (fault F6)",
-                "store the stream before the norm; id N here is not Hugging Face's hidden_states[N]",
-            )
+            raise _already_normed(already, what)
         raise ParityError(
             f"{what}: final state -> {kind} norm (eps {eps:g}) differs from the model's own by relative L2 {error:.2g}, allowed is {tolerance:.2g}",
             "a wrong kind of norm, or hidden instead of hidden + residual (fault F7); please report the architecture",
         )
     return {"norm_error": error}
+
+
+def _already_normed(error: float, what: str) -> ParityError:
+    return ParityError(
+        f"{what}: the target state is already normed (relative L2 to the model's normed state {error:.2g}): it was taken after the final norm (fault F6)",
+        "store the stream before the norm; id N here is not Hugging Face's hidden_states[N]",
+    )
 
 
 def check_parity(engine: TransformersEngine, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -201,6 +213,8 @@ def judge_parity(
                     "please report it",
                 )
         reference, last, logits = reference_states(engine, sample)
+        if N in captured and (already := relative_l2(captured[N].to(last.device), last)) <= tolerance / 10:
+            raise _already_normed(already, what)
         comparison = compare_layers(captured, reference, N)
         judge_layers(comparison, N, tolerance, what, strict=strict)
         for i, figures in comparison.items():

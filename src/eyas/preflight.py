@@ -141,7 +141,7 @@ def check_leftovers(folder: Path) -> Check:
         return Check(
             "leftovers",
             "WARN",
-            f"{len(half)} half-written shards of a killed run; they are removed, their samples made anew",
+            f"{len(half)} half-written shards of a killed run (fault F10): they are removed, their samples made anew",
         )
     return Check("leftovers", "OK", "no half-written shards")
 

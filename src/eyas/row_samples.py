@@ -116,7 +116,7 @@ class RowMaker:
         pieces: list[Piece] = []
         notes: list[str] = []
         answers = lost = 0
-        why = "no assistant token"
+        why = "no assistant token (fault F13)"
         for one in tokens:
             assert isinstance(one, MaskedTokens)
             notes += one.notes

@@ -142,7 +142,7 @@ def refuse_other_states(folder: Path, spec: StoreSpec) -> dict[str, Any] | None:
         orphans = sorted(p.name for p in folder.glob("shard-*.safetensors")) if folder.is_dir() else []
         if orphans:
             raise FolderConflictError(
-                f"{folder} holds shards ({orphans[0]} ...) but no {MANIFEST}",
+                f"{folder} holds shards ({orphans[0]} ...) but no {MANIFEST}: of which run they are, nothing tells (fault F12)",
                 "name a new --output-dir, or put the manifest back",
             )
         return None
@@ -158,7 +158,7 @@ def refuse_other_states(folder: Path, spec: StoreSpec) -> dict[str, Any] | None:
     lines = differing_fields(have, spec.identity())
     if lines:
         raise FolderConflictError(
-            f"{folder} holds states of another run:\n  " + "\n  ".join(lines),
+            f"{folder} holds states of another run (fault F12):\n  " + "\n  ".join(lines),
             "name another --output-dir; stores are never mixed",
         )
     return manifest
@@ -224,7 +224,7 @@ def open_shard(path: Path) -> Any:
     except FileNotFoundError:
         raise StoreError(f"{path} is missing", "the store is incomplete; run the same `eyas extract` again") from None
     except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path} is no readable shard: {error}", _REMAKE) from None
+        raise StoreError(f"{path} is no readable shard, cut short or damaged (fault F10): {error}", _REMAKE) from None
 
 
 _REMAKE = "delete this one file and run the same `eyas extract` again: only its samples are made anew"
@@ -341,7 +341,9 @@ class States(torch.utils.data.Dataset[StateSample]):
         self._position = {one: i for i, one in enumerate(self.ids)}
         if len(self._position) != len(self.ids):
             twice = next(one for i, one in enumerate(self.ids) if self._position[one] != i)
-            raise StoreError(f"{path}: sample {twice} stands in two shards", "two runs were mixed; make the store anew")
+            raise StoreError(
+                f"{path}: sample {twice} stands in two shards (fault F11)", "two runs were mixed; make the store anew"
+            )
         self._files: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -426,7 +428,7 @@ def open_states(path: str | Path, layers: Sequence[int] | None = None, *, allow_
         lines = differences_from_manifest(header, manifest)
         if lines:
             raise StoreError(
-                f"{header.path} does not belong to this store:\n  " + "\n  ".join(lines),
+                f"{header.path} does not belong to this store (fault F12):\n  " + "\n  ".join(lines),
                 "the folder was used for two runs; take this shard out",
             )
     if manifest["status"] != "open":

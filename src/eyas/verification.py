@@ -137,7 +137,9 @@ def _check_shard(
     for j, one in enumerate(header.sample_ids):
         rows = slice(int(header.offsets[j]), int(header.offsets[j + 1]))
         if one in seen:
-            raise StoreError(f"{path}: sample {one} stands in {seen[one]} too", "take one of the two shards out")
+            raise StoreError(
+                f"{path}: sample {one} stands in {seen[one]} too (fault F11)", "take one of the two shards out"
+            )
         seen[one] = path.name
         if sample_id(token_ids[rows], loss_mask[rows]) != one:
             raise StoreError(
@@ -189,7 +191,7 @@ def _check_totals(folder: Path, manifest: dict[str, Any], report: VerifyReport) 
     report.not_written = len(ledger.read_text().splitlines()) if ledger.exists() else 0
     if not report.problems and report.samples + report.not_written != manifest["dataset"]["samples"]:
         report.problems.append(
-            f"the dataset has {manifest['dataset']['samples']} samples, {report.samples} are in shards and {report.not_written} in the ledger: some are lost"
+            f"the dataset has {manifest['dataset']['samples']} samples, {report.samples} are in shards and {report.not_written} in the ledger: some are lost (fault F16)"
         )
     totals = manifest.get("totals", {})
     if not report.problems and (totals.get("samples"), totals.get("tokens")) != (report.samples, report.tokens):

@@ -13,7 +13,7 @@ import pytest
 from eyas_process import eyas_command, eyas_environment, write_token_rows
 
 from eyas import runs, stopping
-from eyas.loglines import Wanted, first_causes, read_lines
+from eyas.loglines import Wanted, read_lines
 from eyas.processes import SHM, Mark, is_alive, processes_of_run, recorded_processes, recorded_shm
 
 pytestmark = [
@@ -21,27 +21,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc"),
 ]
-
-#: Loads an engine with two ranks inside a run, then lets both die.
-DYING = """
-import sys
-from pathlib import Path
-from eyas import runs
-from eyas.engines.vllm import VllmEngine, VllmSettings
-from eyas.model_files import describe_model
-
-if __name__ == "__main__":
-    with runs.start("extract", log_level="debug"):
-        settings = VllmSettings(
-            describe_model(Path(sys.argv[1])), dtype="float32", tp_size=2, max_seq_len=64, worker_cls="dying_worker.DyingWorker"
-        )
-        engine = VllmEngine(settings)
-        try:
-            engine.load([1, 2])
-            engine._rpc("die")
-        finally:
-            engine.close()
-"""
 
 
 @pytest.fixture
@@ -162,32 +141,3 @@ def test_hung_rank_reported_then_stopped_then_driver_killed_then_resumed_to_the_
     wait_for(lambda: not segments_left(view), 30)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["totals"]["samples"] == 1500
-
-
-def test_ranks_that_die_hard_their_last_words_are_in_the_log_and_the_first_cause_on_the_terminal(
-    state, tmp_path, model
-):
-    script = tmp_path / "dying.py"
-    script.write_text(DYING)
-    path = os.pathsep.join([str(Path(__file__).parent), eyas_environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, str(script), str(model)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=eyas_environment(PYTHONPATH=path),
-        check=False,
-    )
-    assert done.returncode != 0
-    (view,) = runs.list_runs()
-    assert view.state == "failed"
-    (line,) = read_lines(view.folder, Wanted(ranks=(1,), grep="last words of rank"))
-    assert (line.text, line.level, line.stream) == ("last words of rank 1", "debug", "log")
-    (line,) = read_lines(view.folder, Wanted(ranks=(1,), grep="last words in C"))
-    assert (line.text, line.stream) == ("last words in C of 1, no newline", "stdout")
-    assert "first cause, rank 0" in done.stderr
-    assert "Segmentation fault" in done.stderr
-    assert "dying_worker.py" in done.stderr  # Python's stack, though the engine has a handler of its own
-    assert first_causes(view.folder)[0].who == "rank 0"
-    wait_for(lambda: not everyone(view), 30)
-    wait_for(lambda: not segments_left(view), 30)

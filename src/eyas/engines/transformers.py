@@ -108,7 +108,7 @@ class Capture:
             shape = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
             if shape != wanted:
                 raise ContractError(
-                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape}",
+                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape} (fault F1)",
                     "eyas cannot capture this architecture yet; please report it",
                 )
             self._taken.append(layer_id)

@@ -129,6 +129,7 @@ class VllmEngine:
             "tp_size": self.settings.tp_size,
             "pp_size": self.settings.pp_size,
             "expert_parallel": self.settings.expert_parallel,
+            "executor": self.settings.executor,
             "capture": self.settings.capture,
             "load_format": self.settings.load_format,
             **({"load_seconds": round(self.load_seconds, 1)} if self.loaded else {}),
@@ -239,7 +240,7 @@ class VllmEngine:
         result.interrupted = stop.is_set()
         result.shards = [entry for total in totals for entry in total.get("entries", [])]
         written = {one for entry in result.shards for one in read_shard_header(folder / entry["name"]).sample_ids}
-        reason = "the engine ended this request without computing all its tokens"
+        reason = "the engine ended this request without computing all its tokens (fault F16)"
         result.rejected += [(one, why) for total in totals for one, why in total.get("rejected", [])]
         known = written | {one for one, _ in result.rejected}
         result.rejected += [(one, reason) for one in expected if one not in known]
@@ -318,10 +319,11 @@ class VllmEngine:
         return answers
 
     def rebuilt_logprobs(
-        self, folder: str, samples: Sequence[Sample], top: int = 8
+        self, folder: str, samples: Sequence[Sample], top: int = 8, *, normed: bool = False
     ) -> dict[str, list[tuple[list[int], list[float]]]]:
-        """Stored final state -> the engine's final norm -> its head: per position the `top` best tokens and their log-probabilities."""
-        answers = self._rpc("eyas_logits", folder, [s.id for s in samples], top)
+        """Stored final state -> the engine's final norm (left out if `normed`) -> its head: per position the `top` best tokens and
+        their log-probabilities."""
+        answers = self._rpc("eyas_logits", folder, [s.id for s in samples], top, normed)
         best = next(answer for answer in answers if answer)
         return {one["id"]: list(zip(one["top"], one["logprobs"], strict=True)) for one in best}
 

@@ -146,6 +146,14 @@ def _alone_against_batched(
     return worst
 
 
+def _agreement(
+    theirs: dict[str, list[tuple[int, float]]], mine: dict[str, list[tuple[list[int], list[float]]]]
+) -> float:
+    """Share of positions at which both have the same most likely next token."""
+    same = [best[0] == token for one in theirs for (token, _), (best, _) in zip(theirs[one], mine[one], strict=True)]
+    return sum(same) / len(same)
+
+
 def _final_against_engine(
     engine: VllmEngine, folder: str, samples: Sequence[Sample], dtype: str, *, strict: bool, ranked: bool
 ) -> dict[str, Any]:
@@ -178,10 +186,16 @@ def _final_against_engine(
     }
     wrong_rank = ranked and not agreement >= TOP1[dtype]
     if strict and (wrong_rank or not median <= MEDIAN_LOGPROB[dtype]):
+        if _agreement(theirs, engine.rebuilt_logprobs(folder, samples, normed=True)) >= TOP1[dtype] > agreement:
+            raise ParityError(
+                f"parity: the stored final state (layer {engine.settings.model.num_layers}) gives the engine's own next token without the "
+                f"final norm, and at {agreement:.1%} of {positions} positions with it: it was taken after the norm (fault F6)",
+                "please report the model's architecture and the version of vLLM",
+            )
         raise ParityError(
             f"parity: final norm and head on the stored final state (layer {engine.settings.model.num_layers}) give the engine's own next "
             f"token at {agreement:.1%} of {positions} positions (wanted {TOP1[dtype]:.1%}), log-probabilities differ by {median:.3g} in "
             f"the median (allowed {MEDIAN_LOGPROB[dtype]:g}). {first_bad}",
-            "the target state was taken after the final norm (fault F6), without its residual (F7), or of another layer (F5)",
+            "the target state was taken without its residual (fault F7), of another layer (F5), or of another request (F2)",
         )
     return report

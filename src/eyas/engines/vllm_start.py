@@ -6,8 +6,10 @@ generated token, thread binding and memory of the CPU build. `vllm.py` runs the 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,10 +151,8 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
             f"--tp-size {tp} x --pp-size {settings.pp_size} needs {ranks} GPUs, this machine has {torch.cuda.device_count()}",
             "use fewer ranks, or several hosts with --distributed-executor-backend ray",
         )
-    if settings.executor == "ray" and not gpu:
-        raise PreflightError(
-            "vLLM's CPU build has no Ray executor", "use GPUs, or one engine per host with --shard i/n"
-        )
+    if settings.executor == "ray":
+        _refuse_ray(ranks, gpu=gpu)
     if settings.expert_parallel and not gpu:
         raise PreflightError("expert parallelism crashes vLLM's CPU build", "leave out --expert-parallel, or use a GPU")
     if settings.pp_size > 1 and installed_vllm().startswith("0.26"):
@@ -168,6 +168,60 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
             f"--max-seq-len {settings.max_seq_len} is more than the model's {info.max_position} positions",
             "lower --max-seq-len",
         )
+
+
+def _refuse_ray(ranks: int, *, gpu: bool) -> None:
+    """Raise PreflightError where vLLM's Ray executor would not start: on its own it says so after the start, or waits half an hour."""
+    if importlib.util.find_spec("ray") is None:
+        raise PreflightError(
+            "--distributed-executor-backend ray: Ray is not installed",
+            "pip install 'eyas[ray]' on every host, or use --shard i/n",
+        )
+    import torch
+    from vllm.platforms import current_platform
+
+    key = current_platform.ray_device_key
+    if not key:
+        raise PreflightError(
+            f"vLLM has no Ray executor on this platform ({current_platform.device_name})",
+            "use GPUs, or one engine per host with --shard i/n",
+        )
+    there = ray_devices(key)
+    if there is None:  # vLLM starts a cluster of this machine alone
+        there = float(torch.cuda.device_count()) if gpu else 0.0
+    if ranks > there:
+        raise PreflightError(
+            f"--tp-size x --pp-size needs {ranks} {key}s, the Ray cluster has {there:g}",
+            "`ray start --address HEAD:PORT` on more hosts (see `ray status`), or use fewer ranks",
+        )
+
+
+def ray_devices(key: str) -> float | None:
+    """How many devices the running Ray cluster has ($RAY_ADDRESS, or the one on this machine); None when there is no cluster.
+
+    Raises PreflightError: nothing answers at $RAY_ADDRESS (Ray itself tries for minutes, then ends the process).
+    """
+    import ray
+
+    host, _, port = os.environ.get("RAY_ADDRESS", "auto").rpartition(":")
+    if port == "local":
+        return None
+    if port.isdigit() and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise PreflightError(
+                f"no Ray cluster answers at RAY_ADDRESS={host}:{port}: {error}",
+                "`ray start --head` there, or correct RAY_ADDRESS",
+            ) from None
+    try:
+        ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
+    except ConnectionError:
+        return None
+    try:
+        return float(ray.cluster_resources().get(key, 0))
+    finally:
+        ray.shutdown()
 
 
 def _split_widths(folder: Path) -> dict[str, int]:
@@ -236,6 +290,7 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> di
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
     }
     if settings.executor == "ray":
+        values["RAY_USAGE_STATS_ENABLED"] = os.environ.get("RAY_USAGE_STATS_ENABLED", "0")
         # The older Ray executor calls the model runner behind the worker's back: nothing would be captured.
         values["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
     for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):

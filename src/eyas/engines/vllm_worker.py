@@ -245,7 +245,7 @@ class CaptureWorker(PlatformWorker):
         file = self._fault_file
         if file is None and "EYAS_FAULT_DIR" in os.environ:
             file = Path(os.environ["EYAS_FAULT_DIR"]) / f"fault-r{self.rank:03d}.json"
-        if file is not None:
+        if file is not None and file.parent.is_dir():  # the folder of the engine's start is the driver's host's alone
             record = {"class": type(error).__name__, "what": error.what, "remedy": error.remedy, "rank": self.rank}
             file.write_text(json.dumps(record), encoding="utf-8")
 
@@ -364,8 +364,12 @@ class CaptureWorker(PlatformWorker):
         except EyasError as error:
             return _as_record(error)
 
-    def eyas_logits(self, folder: str, sample_ids: Sequence[str], top: int) -> list[dict[str, Any]]:
+    def eyas_logits(
+        self, folder: str, sample_ids: Sequence[str], top: int, normed: bool = False
+    ) -> list[dict[str, Any]]:
         """The stored final states of some samples -> this model's own final norm and head: for each, top ids and log-probabilities.
+
+        `normed`: the states are taken for normed already (to find out whether they are).
 
         Called on all ranks together (the head is split over them). [] where this rank holds no logits.
         """
@@ -383,8 +387,8 @@ class CaptureWorker(PlatformWorker):
         for one in sample_ids:
             hidden = states[states.index_of(one)].hidden[final].to(self.device, self.model_config.dtype)
             with torch.inference_mode():
-                normed = norm(hidden)
-                logits = model.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
+                last = hidden if normed else norm(hidden)
+                logits = model.compute_logits(last[0] if isinstance(last, tuple) else last)
             if logits is not None:
                 logprobs = logits.float().log_softmax(-1)
                 best = logprobs.topk(top, dim=-1)

@@ -167,7 +167,7 @@ def capture(
 
 def eyas_process(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     """The command line as a process of its own session, output to pipes."""
-    source = str(Path(__file__).parents[2] / "src")
+    source = str(Path(__file__).parents[1] / "src")
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         [sys.executable, "-m", "eyas", *map(str, arguments)],
