@@ -1,6 +1,6 @@
 """What each idea in the training recipe is worth: drafts trained on the same states, one change each, several seeds, many at a time.
 
-    python benchmarks/ablation_gpu.py --folder DIR [--seconds 480] [--processes 6] [--seeds 3] [--steps 600] [--rows NAME ...] [--json OUT] [key=value ...]
+    python benchmarks/ablation_gpu.py --folder DIR [--seconds 480] [--processes 6] [--seeds 3] [--steps 600] [--json OUT] [key=value ...] [--rows NAME ...]
 
 DIR holds `states` (`acceptance_gpu.py --folder DIR --stages answer extract`). Each job trains one draft for `--steps` optimizer steps and
 counts the best simulated acceptance length on held-out samples (greedy answers' share of it is the real figure, see docs/training.md).

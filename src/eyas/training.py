@@ -3,7 +3,7 @@
     eyas train --states STORE --model-path TARGET --output-dir DRAFT
 
 What happens: the store is checked against the target (same weights, verified, `final` and the auxiliary layers there), held-out samples
-are set apart by id, the draft vocabulary is counted on the rest, the draft gets its first weights, and the loop runs: one optimizer step
+are set apart by their prompts, the draft vocabulary is counted on the rest, the draft gets its first weights, and the loop runs: one optimizer step
 reads its micro-batches from the store, K training-time-test steps each. At every evaluation the acceptance length is simulated on the
 held-out samples; the best draft by that figure is what the output folder holds in the end.
 
@@ -42,7 +42,7 @@ from eyas.draft_setup import (
 )
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
-from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_id
+from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_prompt
 from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.packing import Batch
@@ -157,7 +157,7 @@ class _Run:
             torch.set_num_threads(self._threads())
         masks = [self._mask(i) for i in range(len(self.states))]
         self.masks = [m for _, m in masks]
-        self.split: Split = split_by_id(self.states.ids, s.held_out, least=min(8, len(self.states) // 4))
+        self.split: Split = split_by_prompt(self.states.ids, masks, s.held_out, least=min(8, len(self.states) // 4))
         self.held_out = self.split.held_out[: s.eval_samples]
         self.dataset_hash: str = self.states.manifest["dataset"]["hash"]
         counts = count_supervised((masks[int(i)] for i in self.split.train), self.info.vocab_size)
