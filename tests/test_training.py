@@ -213,7 +213,7 @@ def test_starting_from_an_existing_draft_keeps_what_it_knows(work):
     first = train(**options(work, "source", steps=60, eval_every=60))
     report = train(**options(work, "from", steps=1, eval_every=1, learning_rate=1e-6, init_from=work / "source"))
     assert report.before["acceptance_length"] == pytest.approx(first.best["acceptance_length"])
-    with pytest.raises(InputError, match=r"gate_proj"):
+    with pytest.raises(InputError, match=r"intermediate_size: 64, this draft has 128"):
         train(**options(work, "from2", init_from=work / "source", draft={"intermediate_size": 128}))
 
 
