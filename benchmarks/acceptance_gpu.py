@@ -1,7 +1,7 @@
 """Real acceptance length of a draft trained on one GPU, on as much regenerated data as a time budget gives.
 
     python benchmarks/acceptance_gpu.py --folder DIR [--model-path DIR] [--prompts FILE ...] [--held-out FILE ...]
-        [--generator vllm] [--answer-seconds 240] [--answers-per-prompt 3] [--train-seconds 120] [--json OUT] [key=value ...]
+        [--generator vllm] [--answer-seconds 240] [--answers-per-prompt 2] [--train-seconds 120] [--json OUT] [key=value ...]
 
 Four stages, each timed, all or those of `--stages`, so that the work can be spread over several calls with the same `--folder`:
 
@@ -159,6 +159,7 @@ def extract_states(arguments: argparse.Namespace, folder: Path, device: str, say
         prepared_data=str(samples),
         output_dir=str(states),
         dtype=arguments.dtype,
+        store_dtype=arguments.store_dtype,
         device=device,
     )
     say(f"extracted {done.tokens:,} tokens in {done.seconds:.0f} s, {done.bytes / 1e9:.1f} GB")
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--eval-batch-size", type=int, default=32)
     parser.add_argument("--eval-plain", type=int, help="held-out prompts also decoded plainly (all)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--store-dtype", default="auto", choices=["auto", "fp8"], help="fp8 halves the states on disk")
     parser.add_argument("--eval-dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("settings", nargs="*", help="training settings, key=value")

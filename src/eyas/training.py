@@ -49,7 +49,8 @@ from eyas.packing import Batch
 from eyas.simulation import Acceptance, simulate
 from eyas.store import States, open_states
 from eyas.teacher import Teacher, load_target_parts
-from eyas.train_settings import TrainSettings, check_settings, check_store, check_trackers, compute_dtype
+from eyas.trackers import check_trackers, end_failed, start_trackers
+from eyas.train_settings import TrainSettings, check_settings, check_store, compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,13 @@ class _Run:
         )
         self.model, self.optimizer = self.accelerator.prepare(draft, optimizer)
         self._resume_or_begin(config)
+        try:
+            return self._train(draft, trained, size)
+        except BaseException:
+            end_failed(self.accelerator)
+            raise
+
+    def _train(self, draft: Draft, trained: list[torch.nn.Parameter], size: int) -> TrainReport:
         log.info(
             "draft of %.1f M parameters (%.1f M trained), vocabulary %d covers %.2f %% of the supervised tokens, "
             "%d samples to train on, %d held out",
@@ -257,7 +265,8 @@ class _Run:
             if not (folder / SETTINGS).exists():
                 write_json(folder / SETTINGS, {**mine, "threads": torch.get_num_threads()})
             self._cut_metrics()
-        self.accelerator.init_trackers("eyas", config={k: str(v) for k, v in asdict(s).items()})
+        names = [str(getattr(name, "value", name)) for name in self.accelerator.log_with]
+        start_trackers(self.accelerator, names, folder, asdict(s))
 
     def _cut_metrics(self) -> None:
         # Lines written after the checkpoint that we resume from would appear twice.
@@ -312,6 +321,8 @@ class _Run:
             reader.close()
         if self.best is None and not interrupted:
             self._save_draft(None)
+        if interrupted:
+            end_failed(self.accelerator, interrupted=True)
         self.accelerator.end_training()
         return TrainReport(
             s.output_dir,
