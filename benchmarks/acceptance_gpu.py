@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,26 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def read_settings(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` words as training settings; a value is JSON, or else text."""
+def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The command line without its `key=value` words, and these as training settings; a value is JSON, or else text.
+
+    They are taken out before parsing, so that they may stand anywhere, also behind a flag that takes several words.
+    """
+    from eyas.train_settings import TrainSettings
+
+    known = {field.name for field in fields(TrainSettings)}
     found: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
+    rest = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            rest.append(word)
+            continue
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
             found[key] = value
-    return found
+    return rest, found
 
 
 def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
@@ -195,8 +206,8 @@ def main() -> None:
     parser.add_argument("--store-dtype", default="auto", choices=["auto", "fp8"], help="fp8 halves the states on disk")
     parser.add_argument("--eval-dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("settings", nargs="*", help="training settings, key=value")
-    arguments = parser.parse_intermixed_args()
+    words, settings = take_settings(sys.argv[1:])
+    arguments = parser.parse_args(words)
     import torch
 
     from eyas.acceptance import evaluate
@@ -232,7 +243,7 @@ def main() -> None:
     results: dict[str, Any] = {"folder": str(folder), "device": name}
     if "train" in arguments.stages:
         shutil.rmtree(draft, ignore_errors=True)
-        recipe = {**RECIPE, "seconds": arguments.train_seconds, **read_settings(arguments.settings)}
+        recipe = {**RECIPE, "seconds": arguments.train_seconds, **settings}
         trained = train(
             states=folder / "states", model_path=arguments.model_path, output_dir=draft, progress=show, **recipe
         )
