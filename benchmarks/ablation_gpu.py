@@ -1,6 +1,6 @@
 """What each idea in the training recipe is worth: drafts trained on the same states, one change each, several seeds, many at a time.
 
-    python benchmarks/ablation_gpu.py --folder DIR [--seconds 480] [--processes 6] [--seeds 3] [--steps 600] [--rows NAME ...] [--json OUT] [key=value ...]
+    python benchmarks/ablation_gpu.py --folder DIR [--seconds 480] [--processes 6] [--seeds 3] [--steps 600] [--json OUT] [key=value ...] [--rows NAME ...]
 
 DIR holds `states` (`acceptance_gpu.py --folder DIR --stages answer extract`). Each job trains one draft for `--steps` optimizer steps and
 counts the best simulated acceptance length on held-out samples (greedy answers' share of it is the real figure, see docs/training.md).
@@ -17,12 +17,13 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from acceptance_gpu import RECIPE, read_settings  # which also puts src on the path
+from acceptance_gpu import RECIPE, take_settings  # which also puts src on the path
 
 UNCHANGED = "the recipe"
 #: What is changed -> the settings that change it. `draft` and `first_weights` are merged into the recipe's own.
@@ -125,20 +126,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480, help="begin no job that would not end within so long")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--json", type=Path, help="results, kept after every job and gone on with")
-    parser.add_argument("settings", nargs="*", help="training settings for all rows, key=value")
-    arguments = parser.parse_intermixed_args()
+    words, settings = take_settings(sys.argv[1:])
+    arguments = parser.parse_args(words)
     from eyas.embedded import resolve_model_path
     from eyas.model_files import describe_model
+    from eyas.store import open_states
 
     began = time.monotonic()
     info = describe_model(resolve_model_path(arguments.model_path), arguments.model_path)
     steps = arguments.steps
     base = {**RECIPE, "steps": steps, "eval_every": max(1, steps // 4), "keep": 1, "log_every": 100}
-    base |= read_settings(arguments.settings)
+    base |= settings
     rows = list(dict.fromkeys([UNCHANGED, *arguments.rows]))
     kept = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else None
-    if kept and kept["recipe"] != json.loads(json.dumps(base)):
-        raise SystemExit(f"{arguments.json} holds results of another recipe: {kept['recipe']}")
+    states = open_states(arguments.folder / "states").manifest
+    told = {"recipe": base, "states": {"dataset": states["dataset"]["hash"], "store_dtype": states.get("store_dtype")}}
+    told = json.loads(json.dumps(told))
+    if kept and {k: kept[k] for k in told} != told:
+        raise SystemExit(
+            f"{arguments.json} holds results of another recipe or store: {kept['recipe']}, {kept['states']}"
+        )
     results: list[dict[str, Any]] = kept["results"] if kept else []
     done = {(r["row"], r["seed"]) for r in results}
     jobs = [(row, seed) for seed in range(arguments.seeds) for row in rows if (row, seed) not in done]
@@ -157,8 +164,8 @@ def main() -> None:
                     jobs = []
                     break
                 row, seed = jobs.pop(0)
-                settings = settings_of(row, base, info.num_kv_heads)
-                task = pool.submit(train_one, str(arguments.folder), arguments.model_path, row, seed, settings)
+                changed = settings_of(row, base, info.num_kv_heads)
+                task = pool.submit(train_one, str(arguments.folder), arguments.model_path, row, seed, changed)
                 running[task], begun[task] = (row, seed), time.monotonic()
             for task in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                 row, seed = running.pop(task)
@@ -171,9 +178,7 @@ def main() -> None:
                     flush=True,
                 )
                 if arguments.json:
-                    arguments.json.write_text(
-                        json.dumps({"recipe": base, "results": results}, indent=1), encoding="utf-8"
-                    )
+                    arguments.json.write_text(json.dumps({**told, "results": results}, indent=1), encoding="utf-8")
     print("\n" + table(results, rows))
 
 

@@ -1,7 +1,7 @@
 """Real acceptance length of a draft trained on one GPU, on as much regenerated data as a time budget gives.
 
     python benchmarks/acceptance_gpu.py --folder DIR [--model-path DIR] [--prompts FILE ...] [--held-out FILE ...]
-        [--generator vllm] [--answer-seconds 240] [--answers-per-prompt 3] [--train-seconds 120] [--json OUT] [key=value ...]
+        [--generator vllm] [--answer-seconds 240] [--answers-per-prompt 2] [--train-seconds 120] [--json OUT] [key=value ...]
 
 Four stages, each timed, all or those of `--stages`, so that the work can be spread over several calls with the same `--folder`:
 
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,26 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def read_settings(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` words as training settings; a value is JSON, or else text."""
+def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The command line without its `key=value` words, and these as training settings; a value is JSON, or else text.
+
+    They are taken out before parsing, so that they may stand anywhere, also behind a flag that takes several words.
+    """
+    from eyas.train_settings import TrainSettings
+
+    known = {field.name for field in fields(TrainSettings)}
     found: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
+    rest = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            rest.append(word)
+            continue
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
             found[key] = value
-    return found
+    return rest, found
 
 
 def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
@@ -159,6 +170,7 @@ def extract_states(arguments: argparse.Namespace, folder: Path, device: str, say
         prepared_data=str(samples),
         output_dir=str(states),
         dtype=arguments.dtype,
+        store_dtype=arguments.store_dtype,
         device=device,
     )
     say(f"extracted {done.tokens:,} tokens in {done.seconds:.0f} s, {done.bytes / 1e9:.1f} GB")
@@ -191,10 +203,11 @@ def main() -> None:
     parser.add_argument("--eval-batch-size", type=int, default=32)
     parser.add_argument("--eval-plain", type=int, help="held-out prompts also decoded plainly (all)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--store-dtype", default="auto", choices=["auto", "fp8"], help="fp8 halves the states on disk")
     parser.add_argument("--eval-dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("settings", nargs="*", help="training settings, key=value")
-    arguments = parser.parse_intermixed_args()
+    words, settings = take_settings(sys.argv[1:])
+    arguments = parser.parse_args(words)
     import torch
 
     from eyas.acceptance import evaluate
@@ -230,7 +243,7 @@ def main() -> None:
     results: dict[str, Any] = {"folder": str(folder), "device": name}
     if "train" in arguments.stages:
         shutil.rmtree(draft, ignore_errors=True)
-        recipe = {**RECIPE, "seconds": arguments.train_seconds, **read_settings(arguments.settings)}
+        recipe = {**RECIPE, "seconds": arguments.train_seconds, **settings}
         trained = train(
             states=folder / "states", model_path=arguments.model_path, output_dir=draft, progress=show, **recipe
         )

@@ -66,6 +66,22 @@ def teacher_weights(config=CONFIG, dtype=torch.float64):
     return torch.randn(config.draft_vocab_size, config.hidden_size, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def gradients_equal_the_reference(draft, samples, steps, loss, rotate=None, rtol=1e-9, **options):
+    """Loss and every gradient of `draft` against the slow reference."""
+    weights = [0.8**k for k in range(steps)]
+    expected, gradients = reference_loss(draft, samples, steps, loss, weights, rotate)
+    out, _ = eyas_loss(draft, samples, steps, loss, weights, **options)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), expected, rtol=1e-3 * rtol, atol=1e-3 * rtol)
+    trained = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
+    assert set(trained) == set(gradients) - {"embed_tokens.weight", "aux_scale"}
+    for name, gradient in trained.items():
+        torch.testing.assert_close(
+            gradient, gradients[name], rtol=rtol, atol=1e-2 * rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    return expected
+
+
 def eyas_loss(draft, samples, steps, loss, weights, **options):
     batch = packed(samples, steps, **options)
     teacher = batch.final[batch.rows] @ teacher_weights(draft.config, batch.final.dtype).T
@@ -74,11 +90,11 @@ def eyas_loss(draft, samples, steps, loss, weights, **options):
     return out, counts
 
 
-def reference_loss(draft, samples, steps, loss, weights):
+def reference_loss(draft, samples, steps, loss, weights, rotate=None):
     w = {k: v.detach().clone().requires_grad_(v.is_floating_point()) for k, v in draft.state_dict().items()}
     sums, counts = [0.0] * steps, [0] * steps
     for ids, mask, aux, final in samples:
-        s, c = sample_losses(w, draft.config, ids, mask, aux, final @ teacher_weights().T, steps, loss)
+        s, c = sample_losses(w, draft.config, ids, mask, aux, final @ teacher_weights().T, steps, loss, rotate)
         sums = [a + b for a, b in zip(sums, s, strict=True)]
         counts = [a + b for a, b in zip(counts, c, strict=True)]
     total = sum(w_k * s / n for w_k, s, n in zip(weights, sums, counts, strict=True))
@@ -89,16 +105,30 @@ def reference_loss(draft, samples, steps, loss, weights):
 @pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
 @pytest.mark.parametrize(("steps", "lengths"), [(1, [9]), (2, [7, 9]), (3, [9, 4, 8]), (4, [10]), (5, [8, 11])])
 def test_loss_and_gradients_equal_the_slow_reference(steps, lengths, loss):
-    draft, samples = random_draft(), random_samples(lengths)
-    weights = [0.8**k for k in range(steps)]
-    expected, gradients = reference_loss(draft, samples, steps, loss, weights)
-    out, _ = eyas_loss(draft, samples, steps, loss, weights)
-    out.loss.backward()
-    torch.testing.assert_close(out.loss.detach(), expected, rtol=1e-12, atol=1e-12)
-    trained = {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
-    assert set(trained) == set(gradients) - {"embed_tokens.weight", "aux_scale"}
-    for name, gradient in trained.items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    gradients_equal_the_reference(random_draft(), random_samples(lengths), steps, loss)
+
+
+SHAPES = {
+    "all heads have their own keys": {"num_key_value_heads": 4},
+    "one key-value head": {"num_key_value_heads": 1},
+    "norm_aux": {"norm_aux": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_output": {"norm_output": True},
+    "EAGLE-3.1": {"norm_aux": True, "norm_before_residual": True, "norm_output": True},
+    "two layers": {"num_layers": 2},
+    "three layers, grouped, EAGLE-3.1": {
+        "num_layers": 3, "num_key_value_heads": 1, "norm_aux": True, "norm_before_residual": True, "norm_output": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_draft_equals_the_slow_reference(shape):
+    config = dataclasses.replace(CONFIG, **SHAPES[shape])
+    alone = config.num_layers == 1  # several layers need every row as a query
+    found = gradients_equal_the_reference(random_draft(config), random_samples([8, 6]), 3, "kl", skip_prompts=alone)
+    plain = gradients_equal_the_reference(random_draft(), random_samples([8, 6]), 3, "kl")
+    assert not torch.isclose(found, plain), "the option changes nothing"
 
 
 def test_skipping_prompts_changes_no_loss_and_no_gradient():
@@ -129,24 +159,8 @@ def test_packed_equals_single_and_nothing_leaks_across_samples():
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
 
 
-def test_norm_variants_change_the_loss_and_several_layers_differentiate():
-    samples = random_samples([9, 8])
-    base = eyas_loss(random_draft(), samples, 3, "kl", [1.0] * 3)[0].loss
-    for option in ("norm_before_residual", "norm_aux", "norm_output"):
-        config = dataclasses.replace(CONFIG, **{option: True})
-        assert not torch.isclose(eyas_loss(random_draft(config), samples, 3, "kl", [1.0] * 3)[0].loss, base)
+def test_several_layers_refuse_skipped_rows():
     deep = random_draft(dataclasses.replace(CONFIG, num_layers=2))
-    out, _ = eyas_loss(deep, samples, 3, "kl", [1.0] * 3, skip_prompts=False)
-    out.loss.backward()
-    weight = deep.layers[1].self_attn.k_proj.weight
-    before, step = weight.detach().clone(), 1e-6
-    numeric = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight.copy_(before)
-            weight[0, 0] += sign * step
-            numeric.append(eyas_loss(deep, samples, 3, "kl", [1.0] * 3, skip_prompts=False)[0].loss)
-    torch.testing.assert_close(weight.grad[0, 0], (numeric[0] - numeric[1]) / (2 * step), rtol=1e-5, atol=1e-9)
     with pytest.raises(ContractError, match="every row"):
         eyas_loss(deep, random_samples([12], prompt=5), 2, "kl", [1.0] * 2)
 

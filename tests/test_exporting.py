@@ -1,13 +1,17 @@
 """Exported drafts: what each engine reads is there, in its own numbering, and the draft that comes back is the same function."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_training import options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.draft_files import load_draft
+from eyas.draft import Draft
+from eyas.draft_files import draft_weights, init_from, load_draft, save_draft
+from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.exporting import export, import_draft
 from eyas.loader import read_batch
@@ -122,7 +126,78 @@ def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):  # noqa: 
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("format", ["vllm", "speculators"])
+SHAPES = {
+    "EAGLE-3.1": {"norm_aux": True, "norm_before_residual": True, "norm_output": True},
+    "EAGLE-3.1 without the residual's": {"norm_aux": True, "norm_output": True},
+    "grouped heads": {"num_key_value_heads": 2},
+    "two layers": {"num_layers": 2},
+    "yarn": {
+        "rope": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+                 "mscale_all_dim": 1.0},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [
+        (shape, format)
+        for shape in SHAPES
+        for format in ("vllm", "sglang", "speculators", "eyas")
+        if (shape, format) != ("EAGLE-3.1", "sglang")  # SGLang has no norm before the residual: refused
+    ],
+)
+def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format):  # noqa: F811
+    """Saved, exported, read by --init-from into a draft with other first weights and another scale: the same function."""
+    info = describe_model(work / "target")
+    parts = load_target_parts(info)
+    config = derive_config(info, (1, 3, 5), 64, **SHAPES[shape])
+    vocabulary = choose_vocabulary(np.arange(96)[::-1].copy() + 1, 64, "hash")
+
+    def begun(seed, scale):
+        made = Draft(config)
+        initialise(
+            made, parts, vocabulary, torch.full((3 * 32,), scale), seed=seed, first=FirstWeights(zero_down=False)
+        )
+        for norm in [p for n, p in made.named_parameters() if "norm" in n]:
+            norm.data += 0.1 * torch.randn(norm.shape, generator=torch.Generator().manual_seed(seed))
+        return made
+
+    source = begun(1, 1.0 if config.norm_aux else 0.5)  # nothing can be folded through the norms
+    fields = {"target": info.for_manifest(), "dataset_hash": "hash"}
+    save_draft(tmp_path / "draft", config, draft_weights(source), **fields)
+    out = export(tmp_path / "draft", tmp_path / "out", format, dtype="float32")
+    again = begun(2, 1.0 if config.norm_aux else 0.25)
+    init_from(again, out)
+    batch = read_batch(open_states(work / "store"), [0, 1], (1, 3, 5), 6, 3, skip_prompts=config.num_layers == 1)
+    with torch.no_grad():
+        want, other, have = (d.chain(batch, 3) for d in (source, begun(2, 1.0), again))
+    torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+    assert (other[0] - want[0]).abs().max() > 1e-2, "the drafts did not differ to begin with"
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 8}, "--heads, --kv-heads, --head-dim"),
+        ({"norm_output": True}, "--norm-output"),
+        ({"norm_before_residual": True}, "--norm-before-residual"),
+        ({"norm_aux": True}, "--norm-aux"),
+        ({"aux_layer_ids": (1, 3, 4)}, "--aux-layers"),
+        ({"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "--rope"),
+    ],
+)
+@pytest.mark.parametrize("format", ["vllm", "eyas"])
+def test_what_would_load_but_mean_something_else_is_refused(work, draft, tmp_path, change, flag, format):  # noqa: F811
+    """Most of these change no tensor's shape."""
+    out = export(draft, tmp_path / "out", format)
+    config = load_draft(draft)[0].config
+    with pytest.raises(InputError) as refused:
+        init_from(Draft(replace(config, **change)), out)
+    assert flag in refused.value.remedy
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "speculators"])
 def test_training_goes_on_from_an_engines_folder(work, draft, tmp_path, format):  # noqa: F811
     """The folded scale comes out again: the draft starts with the acceptance it had."""
     out = export(draft, tmp_path / "out", format, dtype="float32")

@@ -155,6 +155,18 @@ def test_stopped_and_resumed_gives_the_same_dataset(model, tmp_path):
         )  # fmt: skip
 
 
+def test_out_of_time_leaves_a_dataset_and_the_same_call_goes_on(model, tmp_path):
+    data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
+    out = tmp_path / "out"
+    report = regenerate(data, model, out, by_transformers(model), settings=SETTINGS, window=2, seconds=0)
+    assert (report.conversations, report.out_of_time, len(open_dataset(out))) == (2, True, 2)
+    assert json.loads((out / "manifest.json").read_text())["counts"]["out_of_time"] is True
+    report = regenerate(data, model, out, by_transformers(model), settings=SETTINGS, window=2)
+    assert (report.resumed, report.conversations, report.out_of_time) == (2, len(QUESTIONS) - 2, False)
+    regenerate(data, model, tmp_path / "whole", by_transformers(model), settings=SETTINGS)
+    assert open_dataset(out).hash == open_dataset(tmp_path / "whole").hash
+
+
 def test_rows_that_cannot_be_answered_are_reported(model, tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "\n".join(

@@ -10,11 +10,13 @@ import torch
 import eyas
 from eyas.checkpoints import list_checkpoints
 from eyas.dataset import DatasetWriter, Sample
+from eyas.draft import Draft
 from eyas.draft_files import load_draft
+from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise, measured_scale
 from eyas.embedded import resolve_model_path
 from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.extraction import extract
-from eyas.loader import plan_epoch, split_by_id
+from eyas.loader import plan_epoch, split_by_prompt
 from eyas.model_files import describe_model
 from eyas.teacher import load_target_parts
 from eyas.training import train
@@ -198,7 +200,7 @@ def test_starting_from_an_existing_draft_keeps_what_it_knows(work):
     first = train(**options(work, "source", steps=60, eval_every=60))
     report = train(**options(work, "from", steps=1, eval_every=1, learning_rate=1e-6, init_from=work / "source"))
     assert report.before["acceptance_length"] == pytest.approx(first.best["acceptance_length"])
-    with pytest.raises(InputError, match=r"gate_proj"):
+    with pytest.raises(InputError, match=r"intermediate_size: 64, this draft has 128"):
         train(**options(work, "from2", init_from=work / "source", draft={"intermediate_size": 128}))
 
 
@@ -237,12 +239,60 @@ def test_plan_deals_every_sample_once_and_evenly():
         plan_epoch(positions[:3], lengths, batch_tokens=150, parts=4, seed=0, epoch=0)
 
 
-def test_split_goes_by_id_not_by_order():
-    ids = [f"{i * 7919 % 10007:032x}" for i in range(100)]
-    one, other = split_by_id(ids, 0.1), split_by_id(ids[::-1], 0.1)
-    assert {ids[i] for i in one.held_out} == {ids[::-1][i] for i in other.held_out}
-    assert len(one.held_out) == 10
-    assert not set(one.train) & set(one.held_out)
+def test_split_goes_by_prompt_not_by_order():
+    """Three answers to each of 40 prompts: all three fall on one side, the same in any order of the samples."""
+    samples = [
+        Sample.of([prompt, prompt + 1, 90, answer, 95], [0, 0, 0, 1, 1]) for prompt in range(40) for answer in (7, 8, 9)
+    ]
+
+    def held_out(rows, share):
+        split = split_by_prompt([r.id for r in rows], [(r.token_ids, r.loss_mask) for r in rows], share)
+        assert sorted([*split.train, *split.held_out]) == list(range(len(rows)))
+        return {rows[i].id for i in split.held_out}
+
+    chosen = held_out(samples, 0.1)
+    assert chosen == held_out(samples[::-1], 0.1)
+    assert len(chosen) == 12
+    prompts = {int(s.token_ids[0]) for s in samples if s.id in chosen}
+    assert chosen == {s.id for s in samples if int(s.token_ids[0]) in prompts}
+    # A beginning that all samples share is no prompt: then each sample counts for itself, and so does one without any.
+    for mask in ([0, 1, 1], [1, 1, 1]):
+        texts = [Sample.of([1, 2, n], mask) for n in range(100)]
+        assert len(held_out(texts, 0.1)) == 10
+
+
+def test_first_weights_can_be_chosen_and_change_what_they_name(work):
+    """Each switch gives the weights that it stands for, and training takes it."""
+    info = describe_model(work / "target")
+    parts, config = load_target_parts(info), derive_config(info, (1, 3), VOCAB)
+    vocabulary = choose_vocabulary(np.ones(VOCAB, np.int64), VOCAB, "hash")
+    states = [torch.randn(50, 2 * WIDTH) * torch.cat([torch.linspace(1, 2, WIDTH), torch.linspace(50, 90, WIDTH)])]
+    rms = torch.cat(states).square().mean(0).sqrt()
+    by_layer = torch.cat([half.square().mean().rsqrt().expand(WIDTH) for half in rms.split(WIDTH)])
+    torch.testing.assert_close(measured_scale(states, 2), 1 / rms)
+    torch.testing.assert_close(measured_scale(states, 2, "layer"), by_layer)
+    assert measured_scale(states, 2, "none").eq(1).all()
+
+    def first(**chosen):
+        draft = Draft(config)
+        initialise(draft, parts, vocabulary, torch.ones(2 * WIDTH), first=FirstWeights(**chosen))
+        return draft
+
+    def looks_at_itself(draft):
+        attention = draft.layers[0].self_attn
+        return torch.equal(attention.q_proj.weight[: attention.k_proj.weight.shape[0]], attention.k_proj.weight)
+
+    def passes_last_state(draft):
+        return draft.fc.weight[:, WIDTH:].diagonal().min() > 0.5
+
+    def mlp_is_silent(draft):
+        return not draft.layers[0].mlp.down_proj.weight.any()
+
+    for name, holds in (("self_attention", looks_at_itself), ("lens", passes_last_state), ("zero_down", mlp_is_silent)):
+        assert holds(first()), name
+        assert not holds(first(**{name: False})), name
+    with pytest.raises(InputError, match="aux_scale"):
+        train(**options(work, "odd", first_weights={"aux_scale": "some"}))
 
 
 def test_public_name_and_model_path_resolution(work):

@@ -10,8 +10,10 @@ map made for another dataset is refused by name (`check_vocabulary`).
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.draft import Draft, DraftConfig
+from eyas.draft import ROPE_KINDS, Draft, DraftConfig, rope_frequencies
 from eyas.draft_setup import DraftVocabulary, rope_of
 from eyas.errors import FolderConflictError, InputError, StoreError
+from eyas.layers import from_sglang
 from eyas.manifest import MANIFEST, content_hash, made_by, now, read_manifest, write_json
 
 KIND = "eyas.draft"
@@ -133,6 +136,14 @@ def check_vocabulary(folder: Path, manifest: dict[str, Any], vocabulary: DraftVo
         )
 
 
+def same_rope(config: DraftConfig, rope: dict[str, Any]) -> bool:
+    """Whether a draft of this shape rotates alike with `rope`, however the settings are spelled."""
+    if rope.get("rope_type", "default") not in ROPE_KINDS:
+        return False
+    mine, theirs = rope_frequencies(config), rope_frequencies(replace(config, rope=rope))
+    return torch.allclose(mine[0], theirs[0], rtol=1e-6, atol=0) and math.isclose(mine[1], theirs[1], rel_tol=1e-6)
+
+
 # --- starting from a draft that exists ------------------------------------------------------------------------------
 
 
@@ -173,48 +184,105 @@ def read_foreign_draft(folder: Path) -> tuple[dict[str, Tensor], Tensor, dict[st
     return renamed, ids, config
 
 
+def foreign_config(
+    raw: dict[str, Any],
+    draft_vocab_size: int,
+    target_layers: int,
+    layer_ids: Sequence[int] | None = None,
+    architecture: str | None = None,
+) -> DraftConfig:
+    """The shape of a foreign draft from its `config.json`, its layers ascending: engines hand states over in this order, whatever the config's.
+
+    layer_ids: our ids, for folders that name none. architecture: the target's, which SGLang's numbering depends on.
+
+    Raises:
+        LookupError: no layer ids in either numbering, and none given. InputError: a shape or rope that no draft of ours can have.
+    """
+    llama = raw.get("transformer_layer_config") or raw
+    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids") or (nested and from_sglang(nested, architecture))
+    if not aux:
+        raise LookupError("no layer ids")
+    return DraftConfig(
+        hidden_size=llama["hidden_size"],
+        intermediate_size=llama["intermediate_size"],
+        num_attention_heads=llama["num_attention_heads"],
+        num_key_value_heads=llama.get("num_key_value_heads") or llama["num_attention_heads"],
+        head_dim=llama.get("head_dim") or llama["hidden_size"] // llama["num_attention_heads"],
+        vocab_size=llama["vocab_size"],
+        draft_vocab_size=draft_vocab_size,
+        aux_layer_ids=tuple(sorted(aux)),
+        target_layers=target_layers,
+        num_layers=llama.get("num_hidden_layers", 1),
+        rms_norm_eps=llama.get("rms_norm_eps", 1e-6),
+        rope=rope_of(llama),
+        max_position_embeddings=llama.get("max_position_embeddings", 4096),
+        norm_aux=bool(raw.get("fc_norm", False)),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_output=bool(raw.get("norm_output", False)),
+    )
+
+
+#: Parts of a draft's shape that change what its weights mean, and the flag that sets each.
+SHAPE_FLAGS = {
+    "num_attention_heads": "--heads",
+    "num_key_value_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "intermediate_size": "--mlp",
+    "num_layers": "--layers",
+    "aux_layer_ids": "--aux-layers",
+    "norm_aux": "--norm-aux",
+    "norm_before_residual": "--norm-before-residual",
+    "norm_output": "--norm-output",
+}
+
+
+def _refuse_other_shape(folder: Path, theirs: DraftConfig, mine: DraftConfig) -> None:
+    # Several of these leave every tensor's shape as it is: the weights would load, and mean something else.
+    differing = {
+        k: (getattr(theirs, k), getattr(mine, k)) for k in SHAPE_FLAGS if getattr(theirs, k) != getattr(mine, k)
+    }
+    if differing:
+        lines = [f"{k}: {there}, this draft has {here}" for k, (there, here) in differing.items()]
+        raise InputError(
+            f"{folder} is of another shape than this draft:\n  " + "\n  ".join(lines),
+            f"set {', '.join(SHAPE_FLAGS[k] for k in differing)} to what that draft has",
+        )
+    if not same_rope(mine, theirs.rope):
+        raise InputError(
+            f"{folder} was trained with rope {theirs.rope}, this draft would use {mine.rope}",
+            "give the same rope with --rope, or train from scratch",
+        )
+
+
 @torch.no_grad()
-def init_from(draft: Draft, folder: Path) -> list[str]:
+def init_from(draft: Draft, folder: Path, architecture: str | None = None) -> list[str]:
     """Start a freshly initialised draft from an existing one (eyas, vLLM, SGLang or speculators folder), in place.
 
     The draft keeps its own vocabulary, counted on the present data: head rows of tokens that both know are taken over, the others keep
     the target's. A foreign draft's `fc` expects unscaled states, so the measured scale is divided out of it.
+    architecture: the target's, for SGLang's numbering of layers.
 
     Returns:
         lines that say what was taken over.
 
     Raises:
-        InputError: shapes differ (each is named), or the folder is no EAGLE-3 draft.
+        InputError: shape, layer ids, norms or rope differ (each is named), or the folder is no EAGLE-3 draft.
     """
     if (folder / MANIFEST).exists():
         other, _ = load_draft(folder)
-        layers: list[int] | None = list(other.config.aux_layer_ids)
-        weights, ids = draft_weights(other), vocabulary_ids(other)
+        theirs, weights, ids = other.config, draft_weights(other), vocabulary_ids(other)
         scale = weights.pop("aux_scale")
         weights.pop("d2t")
         weights.pop("t2d")
     else:
-        weights, ids, config = read_foreign_draft(folder)
+        weights, ids, raw = read_foreign_draft(folder)
         scale = torch.ones_like(draft.aux_scale)
-        named = config.get("eagle_aux_hidden_state_layer_ids")
-        layers = sorted(named) if named else None  # engines hand the states over in this order
-        wanted = {"norm_before_residual": draft.config.norm_before_residual}
-        theirs = config.get("transformer_layer_config") or config
-        if rope_of(theirs) != rope_of({"rope_parameters": draft.config.rope}):
-            raise InputError(
-                f"{folder} was trained with rope {rope_of(theirs)}, this draft would use {draft.config.rope}",
-                "give the same rope with --rope, or train from scratch",
-            )
-        for key, value in wanted.items():
-            if key in config and bool(config[key]) != value:
-                raise InputError(
-                    f"{folder} has {key} = {config[key]}, this draft {value}", f"pass --{key.replace('_', '-')}"
-                )
-    if layers is not None and layers != list(draft.config.aux_layer_ids):
-        raise InputError(
-            f"{folder} reads layers {layers}, this draft {list(draft.config.aux_layer_ids)}",
-            f"pass --aux-layers {' '.join(map(str, layers))} (the store must hold them), or train from scratch",
-        )
+        try:
+            theirs = foreign_config(raw, len(ids), draft.config.target_layers, None, architecture)
+        except LookupError:
+            theirs = foreign_config(raw, len(ids), draft.config.target_layers, draft.config.aux_layer_ids)
+    _refuse_other_shape(folder, theirs, draft.config)
     mine = dict(draft.named_parameters())
     head = weights.pop("lm_head.weight").float()
     wrong = [f"{k}: not of this draft" for k in weights if k not in mine]

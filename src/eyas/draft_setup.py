@@ -74,7 +74,10 @@ def derive_config(
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rope settings of a target's config, old form (`rope_scaling`, `rope_theta`) or new (`rope_parameters`), as one flat dict."""
+    """The rope settings of a target's config, old form (`rope_scaling`, `rope_theta`) or new (`rope_parameters`), as one flat dict.
+
+    A share of each head (`partial_rotary_factor`) is left out: a draft rotates whole heads.
+    """
     rope = dict(config.get("rope_parameters") or {})
     if "full_attention" in rope:  # one entry per kind of layer
         rope = dict(rope["full_attention"])
@@ -84,6 +87,9 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "mrope" or "mrope_section" in rope:  # text positions: all sections are equal, plain rope
         rope = {"rope_type": "default", **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})}
     rope.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
+    rope.pop("partial_rotary_factor", None)
+    if "attention_factor" in rope:
+        rope.pop("attn_factor", None)  # the same, for engines that know the other key only (`exporting.rope_fields`)
     return rope
 
 

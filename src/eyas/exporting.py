@@ -20,6 +20,7 @@ nobody filled); the two engines share the target's.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -29,12 +30,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyas.draft import Draft, DraftConfig
-from eyas.draft_files import FORMAT_VERSION, KIND, draft_weights, load_draft, read_foreign_draft, save_draft
-from eyas.draft_setup import rope_of
+from eyas.draft import Draft, DraftConfig, rope_frequencies
+from eyas.draft_files import (
+    FORMAT_VERSION,
+    KIND,
+    draft_weights,
+    foreign_config,
+    load_draft,
+    read_foreign_draft,
+    save_draft,
+)
 from eyas.embedded import EMBEDDED_NAME, resolve_model_path
 from eyas.errors import FolderConflictError, InputError
-from eyas.layers import from_sglang, to_sglang
+from eyas.layers import to_sglang
 from eyas.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
 
 Format = Literal["vllm", "sglang", "speculators", "eyas"]
@@ -158,11 +166,29 @@ def sglang_refuses(config: DraftConfig, architecture: str | None) -> InputError 
     return None
 
 
-def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
-    """The Llama part of a config, rope in the old form (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)."""
+def rope_fields(config: DraftConfig) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and the scaling (None for plain rope) with yarn's factor on cos and sin spelled out.
+
+    Readers differ in what they make of `mscale` and `mscale_all_dim`, which DeepSeek and Kimi targets have: transformers and vLLM 0.32 derive
+    the factor from them (1 for those targets); vLLM 0.26 and SGLang pass them over and would multiply cos and sin by 1.4. Those two read
+    `attn_factor`, on top of their own 0.1 ln(factor) + 1; the others `attention_factor`, which is the factor itself. So both are written.
+    """
     rope = dict(config.rope)
     theta = float(rope.pop("rope_theta"))
-    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    if rope.get("rope_type", "default") == "default":
+        return theta, None
+    if rope["rope_type"] == "yarn":
+        _, scale = rope_frequencies(config)
+        own = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+        rope = {k: v for k, v in rope.items() if k not in ("mscale", "mscale_all_dim")}
+        rope |= {"attention_factor": scale, "attn_factor": scale / own}
+        rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    return theta, rope
+
+
+def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
+    """The Llama part of a config, rope in the old form (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)."""
+    theta, scaling = rope_fields(config)
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -258,34 +284,13 @@ def import_draft(
     refuse_other_draft(Path(output_dir), imported_from=str(source))
     info = describe_model(resolve_model_path(model_path), model_path)
     weights, ids, raw = read_foreign_draft(Path(source))
-    llama = raw.get("transformer_layer_config") or raw
-    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids")
-    if not aux and nested:
-        aux = from_sglang(nested, info.architecture)
-    if not aux:
+    try:
+        config = foreign_config(raw, len(ids), info.num_layers, layer_ids, info.architecture)
+    except LookupError:
         raise InputError(
             f"{source}: config.json names no layers that feed the draft",
             "give them with --layer-ids (eyas's numbering)",
-        )
-    config = DraftConfig(
-        hidden_size=llama["hidden_size"],
-        intermediate_size=llama["intermediate_size"],
-        num_attention_heads=llama["num_attention_heads"],
-        num_key_value_heads=llama.get("num_key_value_heads") or llama["num_attention_heads"],
-        head_dim=llama.get("head_dim") or llama["hidden_size"] // llama["num_attention_heads"],
-        vocab_size=llama["vocab_size"],
-        draft_vocab_size=len(ids),
-        aux_layer_ids=tuple(sorted(aux)),  # engines hand the states over in this order, whatever the config's
-        target_layers=info.num_layers,
-        num_layers=llama.get("num_hidden_layers", 1),
-        rms_norm_eps=llama.get("rms_norm_eps", 1e-6),
-        rope=rope_of(llama),
-        max_position_embeddings=llama.get("max_position_embeddings", 4096),
-        norm_aux=bool(raw.get("fc_norm", False)),
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", False)),
-    )
+        ) from None
     if config.vocab_size != info.vocab_size or config.hidden_size != info.hidden_size:
         raise InputError(
             f"{source} is a draft for vocabulary {config.vocab_size} and width {config.hidden_size}; {model_path} has "
@@ -293,7 +298,10 @@ def import_draft(
             "give --model-path the draft's own target",
         )
     draft = Draft(config)
-    weights |= {"d2t": ids - torch.arange(len(ids)), "aux_scale": torch.ones(len(aux) * config.hidden_size)}
+    weights |= {
+        "d2t": ids - torch.arange(len(ids)),
+        "aux_scale": torch.ones(len(config.aux_layer_ids) * config.hidden_size),
+    }
     weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     missing, unknown = draft.load_state_dict(
         {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, strict=False

@@ -13,9 +13,11 @@ Trade-off: every batch is read once per epoch from the store (page cache or disk
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,25 +37,43 @@ class Split:
     held_out: np.ndarray
 
 
-def split_by_id(ids: Sequence[str], held_out: float, least: int = 1) -> Split:
-    """Hold out a share of the samples by their ids, so that the same sample falls on the same side in every run and store.
+def split_by_prompt(
+    ids: Sequence[str], samples: Sequence[tuple[np.ndarray, np.ndarray]], held_out: float, least: int = 1
+) -> Split:
+    """Hold out a share of the samples by a hash of their prompts: the same sample falls on the same side in every run and store, and two
+    answers to one question never lie on both sides, where the draft would be judged on what it has learnt by heart.
 
     Args:
-        ids: sample ids (hex). held_out: share, 0..0.5. least: hold out at least so many (if there are twice as many).
+        ids: sample ids (hex), for samples without a prompt of their own: supervised from the first token on, or with a prompt that more
+            samples share than are to be held out (a system message before plain text).
+        samples: (token_ids, loss_mask) each; the prompt is what comes before the first supervised token.
+        held_out: share, 0..0.5. least: hold out at least so many (if there are twice as many).
 
     Raises:
         InputError: a share outside 0..0.5, or too few samples to split.
     """
     if not 0 <= held_out <= 0.5:
         raise InputError(f"--held-out {held_out} is no share between 0 and 0.5", "for example 0.05")
-    draws = np.array([int(one[-12:], 16) for one in ids], dtype=np.int64)
     count = max(round(len(ids) * held_out), least) if held_out else 0
+    prompts = [_prompt_hash(token_ids, loss_mask) for token_ids, loss_mask in samples]
+    shared = Counter(prompts)
+    keys = [
+        one if prompt is None or shared[prompt] > count else prompt for one, prompt in zip(ids, prompts, strict=True)
+    ]
+    draws = np.array([int(key[-12:], 16) for key in keys], dtype=np.int64)
     if count * 2 > len(ids):
         raise InputError(
             f"{len(ids)} samples are too few to hold {count} of them out", "extract more, or set --held-out 0"
         )
     order = np.argsort(draws, kind="stable")
+    while 0 < count < len(order) and draws[order[count]] == draws[order[count - 1]]:
+        count += 1  # the rest of that prompt's answers
     return Split(np.sort(order[count:]), np.sort(order[:count]))
+
+
+def _prompt_hash(token_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
+    first = int(np.argmax(loss_mask)) if loss_mask.any() else 0
+    return hashlib.blake2b(token_ids[:first].astype("<i4").tobytes(), digest_size=16).hexdigest() if first else None
 
 
 def plan_epoch(

@@ -205,7 +205,7 @@ def regenerate(
     Args:
         generator: makes the one who answers, once the template is known (see `generators.py`); None = transformers, here.
         window: conversations that are answered together; their turns go on in step. The rest as in `eyas.prepare`.
-        seconds: begin no further window after so long; the dataset is made of what has been answered, and the same call goes on from there.
+        seconds: begin no further window after so long (one is always answered); the dataset is made of what has been answered, and the same call goes on from there.
 
     Raises:
         InputError: unreadable source, no template, or nothing could be answered.
@@ -238,7 +238,7 @@ def regenerate(
         dialogues = _open(sources, columns, template, settings, limit, set(done), report, rejected)
         with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
             for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
-                if seconds is not None and time.monotonic() - started >= seconds:
+                if number and seconds is not None and time.monotonic() - started >= seconds:
                     report.out_of_time = True
                     break
                 if answerer is None:

@@ -159,25 +159,6 @@ def check_settings(s: TrainSettings) -> None:
             raise InputError(f"{what} is out of range", f"give {want}")
 
 
-def check_trackers(names: tuple[str, ...]) -> list[str]:
-    """The trackers that can run. TensorBoard, the default, is left out where it is not installed; the others must be there.
-
-    Raises:
-        InputError: an unknown tracker, or one whose package is missing.
-    """
-    from importlib.util import find_spec
-
-    kept = []
-    for name in names:
-        if name not in ("tensorboard", "wandb", "mlflow"):
-            raise InputError(f"unknown tracker {name!r}", "--track is tensorboard, wandb, mlflow or none")
-        if find_spec(name) is not None:
-            kept.append(name)
-        elif name != "tensorboard":
-            raise InputError(f"--track {name}: the package is not installed", f"pip install {name}")
-    return kept
-
-
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bf16 where the machine multiplies it fast (CUDA from Ampere on, CPUs with AMX or AVX-512 bf16), else fp32."""
     if name != "auto":

@@ -3,7 +3,7 @@
     eyas train --states STORE --model-path TARGET --output-dir DRAFT
 
 What happens: the store is checked against the target (same weights, verified, `final` and the auxiliary layers there), held-out samples
-are set apart by id, the draft vocabulary is counted on the rest, the draft gets its first weights, and the loop runs: one optimizer step
+are set apart by their prompts, the draft vocabulary is counted on the rest, the draft gets its first weights, and the loop runs: one optimizer step
 reads its micro-batches from the store, K training-time-test steps each. At every evaluation the acceptance length is simulated on the
 held-out samples; the best draft by that figure is what the output folder holds in the end.
 
@@ -42,14 +42,15 @@ from eyas.draft_setup import (
 )
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
-from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_id
+from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_prompt
 from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.packing import Batch
 from eyas.simulation import Acceptance, simulate
 from eyas.store import States, open_states
 from eyas.teacher import Teacher, load_target_parts
-from eyas.train_settings import TrainSettings, check_settings, check_store, check_trackers, compute_dtype
+from eyas.trackers import check_trackers, end_failed, start_trackers
+from eyas.train_settings import TrainSettings, check_settings, check_store, compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class _Run:
             torch.set_num_threads(self._threads())
         masks = [self._mask(i) for i in range(len(self.states))]
         self.masks = [m for _, m in masks]
-        self.split: Split = split_by_id(self.states.ids, s.held_out, least=min(8, len(self.states) // 4))
+        self.split: Split = split_by_prompt(self.states.ids, masks, s.held_out, least=min(8, len(self.states) // 4))
         self.held_out = self.split.held_out[: s.eval_samples]
         self.dataset_hash: str = self.states.manifest["dataset"]["hash"]
         counts = count_supervised((masks[int(i)] for i in self.split.train), self.info.vocab_size)
@@ -180,6 +181,13 @@ class _Run:
         )
         self.model, self.optimizer = self.accelerator.prepare(draft, optimizer)
         self._resume_or_begin(config)
+        try:
+            return self._train(draft, trained, size)
+        except BaseException:
+            end_failed(self.accelerator)
+            raise
+
+    def _train(self, draft: Draft, trained: list[torch.nn.Parameter], size: int) -> TrainReport:
         log.info(
             "draft of %.1f M parameters (%.1f M trained), vocabulary %d covers %.2f %% of the supervised tokens, "
             "%d samples to train on, %d held out",
@@ -219,7 +227,7 @@ class _Run:
             scale = torch.ones_like(scale)
         initialise(draft, parts, self.vocabulary, scale, seed=s.seed, first=first)
         if s.init_from:
-            for line in init_from(draft, Path(s.init_from)):
+            for line in init_from(draft, Path(s.init_from), self.info.architecture):
                 log.info("init-from: %s", line)
         draft.lm_head.weight.requires_grad_(s.train_head)
         draft.compute_dtype = compute_dtype(s.dtype, self.device)
@@ -258,7 +266,8 @@ class _Run:
             if not (folder / SETTINGS).exists():
                 write_json(folder / SETTINGS, {**mine, "threads": torch.get_num_threads()})
             self._cut_metrics()
-        self.accelerator.init_trackers("eyas", config={k: str(v) for k, v in asdict(s).items()})
+        names = [str(getattr(name, "value", name)) for name in self.accelerator.log_with]
+        start_trackers(self.accelerator, names, folder, asdict(s))
 
     def _cut_metrics(self) -> None:
         # Lines written after the checkpoint that we resume from would appear twice.
@@ -313,6 +322,8 @@ class _Run:
             reader.close()
         if self.best is None and not interrupted:
             self._save_draft(None)
+        if interrupted:
+            end_failed(self.accelerator, interrupted=True)
         self.accelerator.end_training()
         return TrainReport(
             s.output_dir,
