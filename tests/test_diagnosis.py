@@ -70,6 +70,7 @@ def test_a_good_store_passes_every_check(root):
     assert [name for name, f in found.items() if not f.ok] == []
     good = list(found.values())
     assert verdict((2.0, 2.05), good).endswith("they agree; every check of the store passed")
+    assert verdict((2.6, 2.05), good).endswith("they agree; every check of the store passed")
     assert "differ from what the draft was trained on" in verdict((1.2, 2.05), good)
     assert "they disagree, and the reason is not known: no check ran, it is gone" in verdict(
         (1.2, 2.05), [], "it is gone"

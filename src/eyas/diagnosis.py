@@ -22,7 +22,7 @@ from eyas.speculation import Target
 from eyas.store import States, StateSample
 from eyas.teacher import TargetParts, Teacher, final_norm
 
-#: Two acceptance lengths agree when neither is below this share of the other.
+#: A draft that reaches less than this share of its simulated acceptance length does not do what its training promised.
 SUSPICIOUS = 0.85
 #: Rebuilt next tokens must equal the model's own at this share of positions (bf16 prefill: 98.5 %, ties between runs included).
 SAME_TOKENS = 0.9
@@ -234,8 +234,8 @@ def comparable(report: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def agree(measured: float, simulated: float) -> bool:
-    """Whether both lie within the spread that other prompts alone would explain."""
-    return min(measured, simulated) >= SUSPICIOUS * max(measured, simulated)
+    """Whether the draft does what its training promised, within the spread that other prompts alone would explain; more is no contradiction."""
+    return measured >= SUSPICIOUS * simulated
 
 
 def verdict(pair: tuple[float, float] | None, findings: Sequence[Finding], unchecked: str | None = None) -> str:

@@ -22,8 +22,10 @@ from eyas.prompts import PromptSet
 
 if __name__ == "__main__":
     draft, target, prompts, out = sys.argv[1:]
-    found = measure_vllm(draft, Path(target), [PromptSet("mine", json.loads(prompts))], chain=3, max_new_tokens=96)
-    Path(out).write_text(json.dumps(found["mine"]))
+    prompts = json.loads(prompts)
+    sets = [PromptSet("together", prompts), *(PromptSet(str(i), [prompt]) for i, prompt in enumerate(prompts))]
+    found = measure_vllm(draft, Path(target), sets, chain=3, max_new_tokens=96)
+    Path(out).write_text(json.dumps(found))
 """
 
 
@@ -101,15 +103,17 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    served = json.loads((tmp_path / "out.json").read_text())
-    assert served["replies"] == [t.tokens for t in traces]
+    found = json.loads((tmp_path / "out.json").read_text())
+    together = found.pop("together")
+    assert together["replies"] == [t.tokens for t in traces]
     assert 1.05 < length < 3.9
     # The bar: within 2 % of each other as both are reported.
-    assert served["acceptance_length"] == pytest.approx(length, rel=0.02)
-    # The rest is what vLLM counts behind the end of a reply. Counted by its rule, ours are the same guesses, one near tie apart at most.
-    accepted = np.array([a for t in traces for a in t.accepted])
-    behind = sum(t.behind for t in traces)
-    assert served["rounds"] == pytest.approx(rounds, abs=1)
-    assert served["acceptance_length"] == pytest.approx(1 + (accepted.sum() + behind) / rounds, rel=0.005)
-    for place in range(3):
-        assert served["by_position"][place] == pytest.approx((accepted > place).mean(), abs=len(prompts) / rounds)
+    assert together["acceptance_length"] == pytest.approx(length, rel=0.02)
+    # Served one at a time vLLM accepts guess for guess what we do, those behind the end of a reply included, which it also counts.
+    # (In a batch its drafts of some variants differ in a few rounds of a hundred: ours give the same in any batch, and in fp64.)
+    for i, trace in enumerate(traces):
+        served = found[str(i)]
+        assert served["replies"] == [trace.tokens]
+        assert served["rounds"] == len(trace.emitted), i
+        guesses = (served["acceptance_length"] - 1) * served["rounds"]
+        assert guesses == pytest.approx(sum(trace.accepted) + trace.behind, abs=0.1), i
