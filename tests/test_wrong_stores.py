@@ -150,14 +150,14 @@ def test_the_command_says_so(world, tmp_path):
     make_store(root, samples, "shown", shift=1)
     draft = train_draft(root, "shown")
 
-    def run():
+    def run(exit_code):
         command = [sys.executable, "-m", "eyas", "eval", "--draft", draft, "--model-path", root / "target"]
         command += ["--prompts", root / "heldout.jsonl", "--max-new-tokens", 8, "--limit", 2, "--chain", 3]
         environment = {**os.environ, "EYAS_STATE_DIR": str(tmp_path), "COLUMNS": "250"}
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == exit_code, done.stderr[-2000:]
         return done.stdout
 
-    assert "FAIL loss mask" in run()
+    assert "FAIL loss mask" in run(exit_code=7)
     (root / "shown-store").rename(root / "moved-store")
-    assert "no check ran, its store" in run()
+    assert "no check ran, its store" in run(exit_code=0)

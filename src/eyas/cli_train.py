@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from eyas.errors import EXIT_INTERRUPTED
+from eyas.errors import EXIT_INTERRUPTED, StoreError
 
 
 def train(
@@ -221,6 +221,10 @@ def evaluate(
     finally:
         display.close()
     show_acceptance(report)
+    if not all(check["ok"] for check in report["diagnosis"]["checks"]):
+        raise typer.Exit(
+            StoreError.exit_code
+        )  # the figures are printed and kept, but no script may take them for a healthy draft's
 
 
 def export(

@@ -104,7 +104,9 @@ def differing_fields(have: Any, want: Any, prefix: str = "") -> list[str]:
         for key in sorted({*have, *want}):
             lines += differing_fields(have.get(key), want.get(key), f"{prefix}.{key}" if prefix else key)
         return lines
-    return [] if have == want else [f"{prefix}: the folder has {have!r}, this run wants {want!r}"]
+    if have == want or (have in (None, {}) and want in (None, {})):  # a field that came later, with nothing in it
+        return []
+    return [f"{prefix}: the folder has {have!r}, this run wants {want!r}"]
 
 
 def refuse_foreign_folder(folder: Path, what_fits: set[str]) -> None:
