@@ -10,15 +10,17 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm_models import eyas_process, random_samples, reference_states, worst_error, write_dataset
 
 from eyas import runs
-from eyas.engines.vllm_start import ray_devices, thread_binding
+from eyas.engines.vllm_start import VllmSettings, ray_devices, refuse_impossible, thread_binding
 from eyas.errors import PreflightError
 from eyas.loglines import Wanted, read_lines
+from eyas.model_files import describe_model
 from eyas.store import open_states
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'eyas[ray]')")
@@ -54,11 +56,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             two.shutdown()
 
 
-def extract(model: Path, folder: Path, tp: int, environment: dict[str, str]) -> tuple[int, str]:
+def extract(model: Path, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
     samples = random_samples([5, 1, 200, 17, 64, 299, 33], seed=12)
     data = write_dataset(folder / "samples.jsonl", samples)
     run = eyas_process(
-        "extract", "--engine", "vllm", "--distributed-executor-backend", "ray", "--tp-size", str(tp), "--model-path", model,
+        "extract", "--engine", "vllm", "--distributed-executor-backend", "ray", "--tp-size", "2", "--model-path", model,
         "--prepared-data", data, "--output-dir", folder / "store", "--layer-ids", "4", "2", "--dtype", "float32",
         "--batch-tokens", "128", "--max-seq-len", "300", "--parity-samples", "1", EYAS_STATE_DIR=str(folder / "state"), **environment,
     )  # fmt: skip
@@ -69,7 +71,7 @@ def extract(model: Path, folder: Path, tp: int, environment: dict[str, str]) -> 
 def test_two_ray_nodes_write_one_store(
     cluster: dict[str, str], vllm_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, errors = extract(vllm_model("llama"), tmp_path, 2, cluster)
+    code, errors = extract(vllm_model("llama"), tmp_path, cluster)
     assert code == 0, errors[-3000:]
     states = open_states(tmp_path / "store")
     samples = random_samples([5, 1, 200, 17, 64, 299, 33], seed=12)
@@ -94,13 +96,17 @@ def test_two_ray_nodes_write_one_store(
 
 
 def test_more_ranks_than_the_cluster_has_devices_are_refused_at_once(
-    cluster: dict[str, str], vllm_model: Callable[[str], Path], tmp_path: Path
+    cluster: dict[str, str], vllm_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM itself would wait for half an hour."""
-    code, errors = extract(vllm_model("llama"), tmp_path, 4, cluster)
-    assert code == 4, errors[-3000:]
-    assert "needs 4 GPUs, the Ray cluster has 2" in " ".join(errors.split())
-    assert not list((tmp_path / "store").glob("shard-*"))
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "ray_device_key", "GPU", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", cluster["RAY_ADDRESS"])
+    four = VllmSettings(describe_model(vllm_model("llama")), max_seq_len=300, tp_size=4, executor="ray")
+    with pytest.raises(PreflightError, match="needs 4 GPUs, the Ray cluster has 2"):
+        refuse_impossible(four, gpu=False)
+    refuse_impossible(replace(four, tp_size=2), gpu=False)
 
 
 def test_an_address_where_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:

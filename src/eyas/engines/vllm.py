@@ -398,7 +398,7 @@ class VllmEngine:
                 except EyasError as known:
                     self._forget_faults(place)
                     return known
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        lines = [line for line in str(error).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
         return EngineError(
             f"{what}: {type(error).__name__}: {lines[-1] if lines else 'no message'}",
             remedy,

@@ -318,7 +318,7 @@ def engine_arguments(
         "enable_expert_parallel": settings.expert_parallel,
         # The engine wants room for one more token than the prompt; that token is never computed on.
         "max_model_len": settings.max_seq_len + 1,
-        "max_num_seqs": settings.batch_size,
+        "max_num_seqs": min(settings.batch_size, step_tokens),  # vLLM refuses more samples than tokens
         "max_num_batched_tokens": step_tokens,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": eager,
