@@ -72,6 +72,57 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def make_quantised(folder: Path, plain: Path, kind: str) -> Path:
+    """A Llama in compressed-tensors, `int4` (groups of 32, weights only) or `fp8` (rows, activations per token), and in `plain` the same
+    numbers as bfloat16."""
+    import shutil
+
+    import torch
+    from compressed_tensors.compressors import pack_to_int32
+    from safetensors.torch import load_file, save_file
+
+    make_model("llama", plain)
+    shutil.copytree(plain, folder)
+    stored, same = {}, {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        stored[name] = same[name] = weight.bfloat16()
+        base = name.removesuffix("weight")
+        if "proj" not in name:
+            continue
+        if kind == "int4":
+            groups = weight.unflatten(1, (-1, 32))
+            scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()
+            rounded = (groups / scale).round().clamp(-8, 7)
+            del stored[name]
+            stored[base + "weight_packed"] = pack_to_int32(rounded.flatten(1).to(torch.int8), 4)
+            stored[base + "weight_scale"] = scale[..., 0].bfloat16()
+            stored[base + "weight_shape"] = torch.tensor(weight.shape)
+            same[name] = (rounded * scale).flatten(1).bfloat16()
+        else:
+            scale = weight.abs().amax(-1, keepdim=True) / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[base + "weight_scale"] = scale
+            same[name] = (stored[name].float() * scale).bfloat16()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    save_file(same, plain / "model.safetensors", {"format": "pt"})
+    config = {**json.loads((folder / "config.json").read_text()), "dtype": "bfloat16"}
+    (plain / "config.json").write_text(json.dumps(config))
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    inputs = None
+    if kind == "fp8":
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if kind == "int4" else "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def make_kimi(folder: Path, language_model: Path) -> Path:
     """`KimiK25ForConditionalGeneration` around a DeepSeek-V3 folder: the wrapper's config and its own weight names."""
     from safetensors.torch import load_file, save_file

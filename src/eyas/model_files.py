@@ -68,6 +68,18 @@ class ModelInfo:
         del fields["path"]
         return fields
 
+    def quantises_activations(self) -> bool:
+        """Whether the checkpoint's scheme rounds the inputs of its products too (FP8 W8A8 and the like), not only its weights.
+
+        Engines round them at different places and transformers often not at all, so two right engines differ by several percent.
+        """
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        scheme = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+        groups = (scheme.get("config_groups") or {}).values()
+        if any(isinstance(group, dict) and group.get("input_activations") for group in groups):
+            return True
+        return scheme.get("quant_method") in ("fp8", "fbgemm_fp8", "modelopt")
+
 
 def describe_model(
     folder: Path, name: str | None = None, *, trust_remote_code: bool = False, need_weights: bool = True

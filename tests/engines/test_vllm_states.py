@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_models import capture, eyas_process, random_samples, reference_states, worst_error, write_dataset
+from vllm_models import (
+    capture,
+    eyas_process,
+    make_quantised,
+    random_samples,
+    reference_states,
+    worst_error,
+    write_dataset,
+)
 
 from eyas.engines.vllm import VllmEngine, VllmSettings
 from eyas.engines.vllm_start import refuse_impossible
@@ -28,7 +36,10 @@ LENGTHS = [5, 1, 200, 17, 64, 299, 33]
 @contextlib.contextmanager
 def running(model: Path, layer_ids: list[int], **settings: Any) -> Iterator[VllmEngine]:
     engine = VllmEngine(
-        VllmSettings(describe_model(model), dtype="float32", max_seq_len=300, step_tokens=128, batch_size=8, **settings)
+        VllmSettings(
+            describe_model(model),
+            **{"dtype": "float32", "max_seq_len": 300, "step_tokens": 128, "batch_size": 8, **settings},
+        )
     )
     try:
         engine.load(layer_ids)
@@ -66,6 +77,20 @@ def test_states_are_those_of_transformers(
     assert max(worst.values()) < 1e-5, worst
     if tp > 1:
         assert len({entry["name"].split("-")[1] for entry in result.shards}) == tp  # every rank wrote
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("int4", 0.03), ("fp8", 0.2)])
+def test_quantised_targets(tmp_path: Path, kind: str, allowed: float) -> None:
+    """INT4 weights are only rounded once, FP8 activations anew in every product: held against the same numbers, unquantised."""
+    folder, samples = make_quantised(tmp_path / "m", tmp_path / "plain", kind), random_samples(LENGTHS, seed=11)
+    with running(folder, [2, 4, 6], dtype="bfloat16") as engine:
+        result = capture(engine, samples, tmp_path / "store")
+        parity = engine.parity(samples)
+    assert not result.rejected
+    worst = worst_error(open_states(tmp_path / "store"), reference_states(tmp_path / "plain", samples, [2, 4, 6]))
+    assert max(worst.values()) < allowed, worst
+    assert parity["passed"]
+    assert ("quantised activations" in parity["reference"]) == (kind == "fp8")
 
 
 @pytest.mark.smollm2

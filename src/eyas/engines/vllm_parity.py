@@ -93,7 +93,7 @@ def _against_transformers(engine: VllmEngine, batched: States, ordered: Sequence
     return {
         "relative_l2": found["relative_l2"],
         "tolerance": found["tolerance"],
-        "reference": "transformers on the CPU",
+        "reference": "transformers on the CPU" + (f" ({found['note']})" if found["note"] else ""),
     }
 
 
