@@ -284,8 +284,6 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> di
     values = {
         "EYAS_FAULT_DIR": str(faults),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        # Ten small graphs need no trial run that measures their memory, which takes as long as capturing them.
-        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": os.environ.get("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0"),
         # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
     }
