@@ -118,6 +118,21 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
         import_draft(out, tmp_path / "back", str(work / "target"))
 
 
+def test_layers_given_to_import_are_held_against_the_config(work, draft, tmp_path):  # noqa: F811
+    out, target = export(draft, tmp_path / "out"), str(work / "target")
+    with pytest.raises(InputError, match=r"config\.json names layers"):
+        import_draft(out, tmp_path / "other", target, layer_ids=[1, 2, 3])
+    config = json.loads((out / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    for wrong in ([1, 3, 99], [1, 3, 3]):
+        with pytest.raises(InputError, match=r"out of range|given twice"):
+            import_draft(out, tmp_path / "other", target, layer_ids=wrong)
+    import_draft(out, tmp_path / "other", target, layer_ids=[1, 3, 5])
+    with pytest.raises(FolderConflictError, match="another draft"):
+        import_draft(out, tmp_path / "other", target, layer_ids=[1, 3, 4])
+
+
 def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):  # noqa: F811
     weights = load_file(export(draft, tmp_path / "with", embedding=True) / "model.safetensors")
     assert weights["embed_tokens.weight"].shape == (96, 32)

@@ -4,6 +4,11 @@ from eyas.errors import InputError
 from eyas.layers import default_aux_layers, describe_layer, from_sglang, resolve_layer_ids, to_sglang
 
 
+def test_a_numbering_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="'outputs' is not known"):
+        resolve_layer_ids([2], 6, index="outputs")  # type: ignore[arg-type]
+
+
 def test_default_is_second_middle_and_third_last():
     assert default_aux_layers(61) == [2, 30, 58]
     assert resolve_layer_ids(None, 61) == [2, 30, 58, 61]

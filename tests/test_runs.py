@@ -439,16 +439,22 @@ def test_a_run_folder_with_strangers_files_or_a_living_run_is_refused(state, tmp
         runs.create("test", [], tmp_path / "own")
 
 
-def test_runs_are_found_by_parts_of_their_id_and_by_folder(state, tmp_path):
-    one, two = runs.create("test", [], run_id="a-1-x"), runs.create("test", [], run_id="a-2-y")
-    assert runs.find("a-1").folder == runs.find("x").folder == runs.find(str(one)).folder == one
+def test_runs_are_found_by_parts_of_their_id_and_by_folder(state, tmp_path, monkeypatch):
+    one, two = runs.create("test", [], run_id="a-1-beef"), runs.create("test", [], run_id="a-2-cafe")
+    assert runs.find("a-1").folder == runs.find("beef").folder == runs.find(str(one)).folder == one
+    with pytest.raises(InputError, match="no run 'ef'"):
+        runs.find("ef")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cafe").mkdir()
+    with pytest.raises(InputError):  # somebody's folder, not the run whose id ends so
+        runs.find("cafe")
     assert runs.find("last").folder == two
     with pytest.raises(InputError, match="fits 2 runs"):
         runs.find("a-")
     with pytest.raises(InputError, match="no run"):
         runs.find("zebra")
     with pytest.raises(FolderConflictError, match="already"):
-        runs.create("test", [], run_id="a-1-x")
+        runs.create("test", [], run_id="a-1-beef")
 
 
 def test_a_run_on_another_host_is_judged_by_its_heartbeat():

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from enum import Enum
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -96,7 +96,7 @@ def extract(
         typer.Option(help="Layers to store, or `final`; several after one flag. Default: 2, N//2, N-3."),
     ] = None,
     layer_index: Annotated[
-        str,
+        Literal["stream", "output"],
         typer.Option(help="How --layer-ids count: `stream` (k = after k layers) or `output` (0-based layer outputs)."),
     ] = "stream",
     final: Annotated[
@@ -123,7 +123,9 @@ def extract(
     capture: Annotated[
         str, typer.Option(help="aux (the model's interface), hooks (eager) or native (vLLM's own connector).")
     ] = "aux",
-    trace: Annotated[bool, typer.Option(help="Record every hop of the first steps; see `eyas trace`.")] = False,
+    trace: Annotated[
+        bool, typer.Option(help="Record every hop of the first steps; see `eyas trace` (engine vllm).")
+    ] = False,
     rehearsal: Annotated[
         str, typer.Option(help="Gate 2 first: auto (before long loads), always or never (engine vllm).")
     ] = "auto",

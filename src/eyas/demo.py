@@ -26,8 +26,8 @@ from eyas.runs import note, report_progress
 from eyas.train_console import TrainDisplay
 from eyas.verification import verify
 
-#: Optimizer steps of the demo: a minute or two; more gives more (`benchmarks/acceptance_cpu.py`).
-TRAIN_STEPS = 150
+#: Optimizer steps of the demo: about two minutes; more gives more (`benchmarks/acceptance_cpu.py`).
+TRAIN_STEPS = 280
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +43,7 @@ from eyas.draft_files import (
 )
 from eyas.embedded import EMBEDDED_NAME, resolve_model_path
 from eyas.errors import FolderConflictError, InputError
-from eyas.layers import to_sglang
+from eyas.layers import resolve_layer_ids, to_sglang
 from eyas.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
 
 Format = Literal["vllm", "sglang", "speculators", "eyas"]
@@ -281,7 +282,6 @@ def import_draft(
             f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
         )
     refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
-    refuse_other_draft(Path(output_dir), imported_from=str(source))
     info = describe_model(resolve_model_path(model_path), model_path)
     weights, ids, raw = read_foreign_draft(Path(source))
     try:
@@ -291,6 +291,14 @@ def import_draft(
             f"{source}: config.json names no layers that feed the draft",
             "give them with --layer-ids (eyas's numbering)",
         ) from None
+    named = raw.get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids and named and sorted(layer_ids) != sorted(named):
+        raise InputError(
+            f"{source}: config.json names layers {sorted(named)}, --layer-ids {sorted(layer_ids)}",
+            "leave --layer-ids out, or correct the config",
+        )
+    resolve_layer_ids(config.aux_layer_ids, info.num_layers, with_final=False)  # in range, none twice
+    refuse_other_draft(Path(output_dir), imported_from=str(source), aux_layer_ids=config.aux_layer_ids)
     if config.vocab_size != info.vocab_size or config.hidden_size != info.hidden_size:
         raise InputError(
             f"{source} is a draft for vocabulary {config.vocab_size} and width {config.hidden_size}; {model_path} has "
@@ -323,11 +331,17 @@ def import_draft(
     return Path(output_dir)
 
 
-def refuse_other_draft(folder: Path, training: Any = None, imported_from: str | None = None) -> None:
+def refuse_other_draft(
+    folder: Path, training: Any = None, imported_from: str | None = None, aux_layer_ids: Sequence[int] = ()
+) -> None:
     """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
     if (folder / MANIFEST).exists():
-        have = read_manifest(folder, KIND, FORMAT_VERSION).get("training") or {}
-        same = have == (training or {}) if imported_from is None else have.get("imported_from") == imported_from
+        manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+        have = manifest.get("training") or {}
+        same = have == (training or {})
+        if imported_from is not None:
+            same = have.get("imported_from") == imported_from
+            same = same and manifest["config"]["aux_layer_ids"] == list(aux_layer_ids)
         if not same:
             raise FolderConflictError(f"{folder} holds another draft", "name a new --output-dir")
 

@@ -197,6 +197,10 @@ class Job:
 def plan(settings: ExtractSettings) -> Job:
     """Gate 1: read model, dataset and output folder, plan the batches, check the machine. Loads and writes nothing."""
     _check_numbers(settings)
+    if settings.trace and settings.engine != "vllm":
+        raise InputError(
+            f"--trace records the hops of engine vllm's ranks; engine {settings.engine} has none", "leave --trace out"
+        )
     path = resolve_model_path(settings.model_path, settings.revision)
     dummy = settings.engine == "vllm" and settings.load_format == "dummy"
     info = describe_model(

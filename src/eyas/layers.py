@@ -11,7 +11,7 @@ Other numberings count 0-based layer *outputs* (SGLang's explicit ids, many hook
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from eyas.errors import InputError
 
@@ -51,6 +51,8 @@ def resolve_layer_ids(
     Raises:
         InputError: an id that is no number, out of range, or given twice. Two equal ids are never made one silently.
     """
+    if index not in get_args(LayerIndex):
+        raise InputError(f"layer index {index!r} is not known", f"--layer-index is {' or '.join(get_args(LayerIndex))}")
     if requested is None:
         ids = default_aux_layers(num_layers)
     else:

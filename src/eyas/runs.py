@@ -459,7 +459,9 @@ def list_runs() -> list[RunView]:
 
 
 def find(name: str | Path) -> RunView:
-    """A run by id, by a unique beginning or end of its id, by folder, or `last`.
+    """A run by id, by a unique beginning of it, by its end (four characters at least), by folder, or `last`.
+
+    A path that exists is never taken for part of an id.
 
     Raises:
         InputError: none or several fit.
@@ -470,9 +472,11 @@ def find(name: str | Path) -> RunView:
     known = list_runs()
     if text == "last" and known:
         return known[0]
-    fitting = [view for view in known if view.id == text] or [
-        view for view in known if view.id.startswith(text) or view.id.endswith(text)
-    ]
+    fitting = [view for view in known if view.id == text]
+    if not fitting and Path(text).exists():
+        return load(Path(text).absolute())
+    if not fitting:
+        fitting = [v for v in known if v.id.startswith(text) or (len(text) >= 4 and v.id.endswith(text))]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -121,7 +121,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
     )
     guessers = list(report["overall"]["baselines"])
     for column in ("set", "prompts", "draft", "95 %", "by position", *guessers, "tok/s", "plain", "speed-up"):
-        table.add_column(column, justify="left" if column == "set" else "right")
+        table.add_column(column, justify="left" if column == "set" else "right", overflow="fold")
     for name, found in {
         **report["sets"],
         **({"overall": report["overall"]} if len(report["sets"]) > 1 else {}),

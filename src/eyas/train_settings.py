@@ -111,8 +111,9 @@ def check_store(
     verified = manifest.get("verified")
     passed = verified.get("passed", verified.get("ok", True)) if isinstance(verified, dict) else bool(verified)
     if not passed and not allow_unverified:
+        found = "\n  ".join(verified.get("problems") or ()) if isinstance(verified, dict) else ""
         raise StoreError(
-            f"{states.path} has not passed `eyas verify`" + (f": {verified}" if verified else ""),
+            f"{states.path} has not passed `eyas verify`" + (f":\n  {found}" if found else ""),
             f"run `eyas verify {states.path}` first; nothing else tells wrong states from right ones",
         )
     have = {

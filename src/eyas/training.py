@@ -529,7 +529,7 @@ class _Run:
             weights,
             target=self.info.for_manifest(),
             dataset_hash=self.dataset_hash,
-            store={"path": str(self.settings.states), "layer_ids": list(self.states.layer_ids)},
+            store={"path": str(Path(self.settings.states).resolve()), "layer_ids": list(self.states.layer_ids)},
             vocabulary={"size": len(self.vocabulary.ids), "coverage": round(self.vocabulary.coverage, 6)},
             training={"settings": self.settings.identity(), "step": self.step, "tokens": self.tokens},
             acceptance={"chain": self.settings.chain, "simulated": acceptance, "before": self.before},

@@ -21,7 +21,7 @@ from eyas.embedded import resolve_model_path
 from eyas.errors import EyasError, InputError, StoreError
 from eyas.layers import describe_layer
 from eyas.manifest import differing_fields, now, read_manifest
-from eyas.model_files import describe_model
+from eyas.model_files import ModelInfo, describe_model
 from eyas.store import (
     FORMAT_VERSION,
     KIND,
@@ -90,6 +90,15 @@ def verify(
             f"{folder} is not finished (its last run was stopped or is still writing)",
             "run the same `eyas extract` again: it resumes",
         )
+    if recompute and model_path is not None:  # before hours of reading, and no fault of the store
+        lines = _model_differs(
+            manifest, describe_model(resolve_model_path(model_path), model_path, trust_remote_code=trust_remote_code)
+        )
+        if lines:
+            raise InputError(
+                f"{model_path} is another model than the one these states are of:\n  " + "\n  ".join(lines),
+                "give the store's own target, or --recompute 0",
+            )
     report = VerifyReport(folder)
     seen: dict[str, str] = {}
     paths = sorted(folder.glob("shard-*.safetensors"))
@@ -202,6 +211,13 @@ def _check_totals(folder: Path, manifest: dict[str, Any], report: VerifyReport) 
         report.problems.append("the manifest has no parity result: the states were never compared with the model's own")
 
 
+def _model_differs(manifest: dict[str, Any], info: ModelInfo) -> list[str]:
+    return differing_fields(
+        {k: manifest["model"].get(k) for k in ("config_hash", "weights_hash")},
+        {"config_hash": info.config_hash, "weights_hash": info.weights_hash},
+    )
+
+
 def _recompute(
     report: VerifyReport,
     manifest: dict[str, Any],
@@ -224,12 +240,11 @@ def _recompute(
             raise
         report.recompute_note = f"not recomputed: the target is not here ({error.what})"
         return
-    lines = differing_fields(
-        {k: manifest["model"].get(k) for k in ("config_hash", "weights_hash")},
-        {"config_hash": info.config_hash, "weights_hash": info.weights_hash},
-    )
+    lines = _model_differs(manifest, info)
     if lines:
-        report.problems.append(f"{name} is another model than the one these states are of:\n  " + "\n  ".join(lines))
+        report.recompute_note = (
+            f"not recomputed: {name} is another model now than the one these states are of ({'; '.join(lines)})"
+        )
         return
     states = open_states(report.folder)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
