@@ -49,5 +49,7 @@ def test_a_whole_run_and_an_unknown_flag(config, tiny_model, token_rows, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "2 of 2" in done.stdout
     done = run_eyas("extract", "--config", config(text + "layer_idz: [3]\n"))
-    assert done.returncode == 2
-    assert "--layer-idz" in done.stderr
+    assert done.returncode == 3
+    assert "run.yaml: `layer_idz` is no flag of `eyas extract`" in " ".join(done.stderr.split())
+    done = run_eyas("extract", "--config", config(text + "enforce_eager: false\nfinal: false\n"))
+    assert done.returncode == 8, "the same folder, now without the target state: both falses were understood"

@@ -280,6 +280,18 @@ def spread_lists(arguments: list[str]) -> list[str]:
     return spread
 
 
+def flags_of(arguments: list[str]) -> set[str]:
+    """Every flag of the command that these arguments begin with (`extract ...`, `runs list ...`); empty where they name none."""
+    command: Any = typer.main.get_command(app)
+    for word in arguments:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.commands[word]
+    if hasattr(command, "commands"):
+        return set()
+    return {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an EyasError becomes its message on stderr and its own exit code."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -287,7 +299,7 @@ def main(arguments: list[str] | None = None) -> Any:
     # slower than one (measured); sleeping ones cost next to nothing.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        cli_runs.typed[:] = expand_config(sys.argv[1:] if arguments is None else arguments)
+        cli_runs.typed[:] = expand_config(sys.argv[1:] if arguments is None else arguments, flags_of)
         app(spread_lists(cli_runs.typed), prog_name="eyas")
     except EyasError as error:
         typer.secho(f"error: {error}", fg="red", err=True)

@@ -15,6 +15,7 @@ defaults and errors are those of the flags themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from eyas.errors import InputError
 FLAG = "--config"
 
 
-def expand_config(arguments: list[str]) -> list[str]:
+def expand_config(arguments: list[str], flags_of: Callable[[list[str]], set[str]] | None = None) -> list[str]:
     """Replace `--config FILE` by the flags that the file holds.
 
+    Args:
+        flags_of: the flags (`--final`, `--no-final` ...) of the command that some arguments name; None to take any key as a flag.
+
     Raises:
-        InputError: no file named, not readable, not a mapping of flags, or a value that no flag can take.
+        InputError: no file named, not readable, not a mapping of flags, a key that is no flag of the command, or a value that no flag can take.
     """
     if FLAG not in arguments:
         return arguments
@@ -40,8 +44,16 @@ def expand_config(arguments: list[str]) -> list[str]:
         for argument in rest
         if argument.startswith("--")
     }
+    known = flags_of(rest) if flags_of is not None else set()
     flags: list[str] = []
     for key, value in _read(path).items():
+        name = f"--{_flag(key)}"
+        if known and name not in known:
+            raise InputError(
+                f"{FLAG} {path}: `{key}` is no flag of `eyas {rest[0]}`", f"`eyas {rest[0]} --help` shows the flags"
+            )
+        if value is False and known and f"--no-{_flag(key)}" not in known:
+            continue  # a flag that is only ever switched on, and is not
         if _flag(key) not in typed:
             flags += _as_flags(path, key, value)
     return rest[:at] + flags + rest[at:]

@@ -79,6 +79,8 @@ def read_manifest(folder: Path, kind: str, format_version: int) -> dict[str, Any
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if not folder.exists():
+            raise StoreError(f"{folder} does not exist", "check the path") from None
         raise StoreError(
             f"{folder} has no {MANIFEST}, so it is no {kind} folder", "check the path, or make the folder anew"
         ) from None
