@@ -66,6 +66,7 @@ def test_errors_have_their_own_exit_codes_and_no_traceback(tiny_model, token_row
         (("--layer-ids", "2", "99"), InputError.exit_code, "layer id 99 is out of range"),
         (("--layer-ids", "2", "2"), InputError.exit_code, "given twice"),
         (("--layer-ids", "2", "--max-seq-len", "5"), PreflightError.exit_code, "longer than 5"),
+        (("--layer-ids", "2", "--shard-size", "0"), InputError.exit_code, "--shard-size is 0"),
         (("--layer-ids",), 2, "requires an argument"),
         (("--layer-ids", "2", "--dtype", "int4"), 2, "int4"),
         (("--layer-ids", "2"), 0, ""),
@@ -79,6 +80,33 @@ def test_errors_have_their_own_exit_codes_and_no_traceback(tiny_model, token_row
         assert done.returncode == code, (more, done.stderr)
         assert says in done.stderr
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("prepare --data x --model-path x --output-dir x", "--workers", "0"),
+        ("prepare --data x --model-path x --output-dir x", "--limit", "-1"),
+        ("regenerate --data x --model-path x --output-dir x", "--limit", "-1"),
+        ("regenerate --data x --model-path x --output-dir x", "--temperature", "-1"),
+        ("regenerate --data x --model-path x --output-dir x", "--max-new-tokens", "0"),
+        ("regenerate --data x --model-path x --output-dir x", "--batch-size", "0"),
+        ("eval --draft x --model-path x", "--chain", "0"),
+        ("eval --draft x --model-path x", "--limit", "0"),
+        ("verify x", "--recompute", "-1"),
+        ("inspect x", "--samples", "-1"),
+        ("inspect x", "--tokens-per-second", "0"),
+        ("runs list", "--limit", "-1"),
+    ],
+)
+def test_values_out_of_range_are_refused_at_once(command, flag, value):
+    from typer.testing import CliRunner
+
+    from eyas.cli import app
+
+    done = CliRunner().invoke(app, [*command.split(), flag, value], env={"NO_COLOR": "1", "COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert f"Invalid value for '{flag}'" in done.output
 
 
 @pytest.mark.parametrize("command", ["extract", "verify", "inspect", "prepare", "demo"])
@@ -104,7 +132,9 @@ def test_inspect_shows_layers_norms_and_a_sample(tiny_model, token_rows, tmp_pat
     assert done.returncode == 0, done.stderr
     for words in ("2, 4 (final)", "mean norm", "30 tokens, 20 supervised", "not yet: `eyas verify`"):
         assert words in done.stdout
-    done = run_eyas("inspect", tmp_path / "s", "--sample", "7")
-    assert done.returncode == InputError.exit_code
+    for wrong in (("--sample", "7"), ("--sample", "-1"), ("--html", tmp_path / "x.html")):
+        done = run_eyas("inspect", tmp_path / "s", *wrong)
+        assert done.returncode == InputError.exit_code, wrong
+        assert wrong[0] in done.stderr
     done = run_eyas("inspect", tmp_path)
     assert "has no manifest.json" in done.stderr

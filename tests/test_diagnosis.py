@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from test_training import VOCAB, make_target
 
 from eyas.dataset import DatasetWriter, Sample
-from eyas.diagnosis import Finding, check_mask, comparable, diagnose, verdict
+from eyas.diagnosis import Finding, check_mask, comparable, diagnose, verdict, why_incomparable
 from eyas.extraction import extract
 from eyas.model_files import describe_model
 from eyas.speculation import Target
@@ -76,8 +76,8 @@ def test_a_good_store_passes_every_check(root):
         (1.2, 2.05), [], "it is gone"
     )
     assert (
-        verdict(None, good)
-        == "no comparison: the simulation is greedy, and made while training; every check of the store passed"
+        verdict(None, good, incomparable="this was sampled")
+        == "no comparison: this was sampled; every check of the store passed"
     )
 
 
@@ -173,5 +173,8 @@ def test_figures_of_different_chains_are_compared_place_by_place():
     }
     assert comparable(report) == pytest.approx((2.1, 2.2))
     assert comparable({**report, "simulated_chain": 2}) == (2.1, 2.5)
-    assert comparable({**report, "settings": {"chain": 2, "temperature": 1.0}}) is None
+    sampled = {**report, "settings": {"chain": 2, "temperature": 1.0}}
+    assert comparable(sampled) is None
+    assert "this was sampled" in why_incomparable(sampled)
     assert comparable({**report, "simulated": None}) is None
+    assert "no simulated acceptance" in why_incomparable({**report, "simulated": None})

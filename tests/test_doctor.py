@@ -141,6 +141,17 @@ def test_weights_are_checked_by_header_against_file_length_without_reading_bodie
     assert by_name(check_target(str(folder), None, None, 1))["model"].status == "OK"
 
 
+def test_a_dataset_is_looked_at_without_a_model_too(tmp_path, token_rows):
+    from eyas.doctor import diagnose
+
+    missing = str(tmp_path / "none")
+    assert by_name(diagnose(prepared_data=missing, quick=True))["dataset"].status == "FAIL"
+    both = by_name(diagnose(model_path=missing, prepared_data=missing, quick=True))
+    assert (both["model"].status, both["dataset"].status) == ("FAIL", "FAIL")
+    row = by_name(diagnose(prepared_data=str(token_rows([9, 30])), quick=True))["dataset"]
+    assert (row.status, row.finding) == ("OK", "2 samples, 39 tokens, longest 30")
+
+
 def test_the_command_shows_all_rows_and_fails_when_a_row_does(tmp_path, token_rows):
     done = subprocess.run(
         eyas_command("doctor", "--quick", "--model-path", str(tmp_path / "none"), "--output-dir", str(tmp_path)),

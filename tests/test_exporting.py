@@ -93,6 +93,9 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
         export(draft, draft, "eyas")
     with pytest.raises(InputError, match="own draft folder already"):
         import_draft(draft, tmp_path / "back", str(work / "target"))
+    (tmp_path / "other" / "manifest.json").write_text('{"kind": "eyas.dataset"}')
+    with pytest.raises(InputError, match="is a token dataset"):
+        import_draft(tmp_path / "other", tmp_path / "back", str(work / "target"))
     # An import may be repeated, but neither an import nor an export takes the place of another draft.
     mine = import_draft(out, tmp_path / "mine", str(work / "target"))
     import_draft(out, mine, str(work / "target"))

@@ -34,6 +34,8 @@ def test_output_numbering_is_translated_at_the_edge():
         ([-1], "stream", "out of range"),
         ([4], "output", "go from 0 to 3"),
         ([-1], "output", "out of range"),
+        ([5], "stream", "use --layer-index output if"),
+        ([4], "output", r"output of 0-based layer j \(3 = final\)$"),
         (["two"], "stream", "not a number"),
     ],
 )

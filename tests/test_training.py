@@ -196,6 +196,27 @@ def test_stores_that_cannot_train_are_refused(work, tmp_path):
     assert not (work / "no").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("epochs", 0.0),
+        ("seconds", -1.0),
+        ("eval_every", 0),
+        ("eval_samples", -1),
+        ("patience", 0),
+        ("checkpoint_every", -1),
+        ("draft_vocab_size", 0),
+        ("warmup", 2.0),
+        ("threads", 0),
+    ],
+)
+def test_values_out_of_range_are_refused_before_anything_is_read(tmp_path, name, value):
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')} .*is out of range"):
+        train(states=tmp_path / "none", model_path="none", output_dir=tmp_path / "draft", **{name: value})
+    assert not (tmp_path / "draft").exists()
+
+
 def test_starting_from_an_existing_draft_keeps_what_it_knows(work):
     first = train(**options(work, "source", steps=60, eval_every=60))
     report = train(**options(work, "from", steps=1, eval_every=1, learning_rate=1e-6, init_from=work / "source"))

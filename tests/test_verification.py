@@ -141,6 +141,7 @@ def test_missing_foreign_and_doubled_shards(store):
     first.unlink()
     (problem,) = problems(store)
     assert f"{first.name} is missing" in problem
+    assert "run the same `eyas extract` again" in problem
     first.write_bytes(content[:-5])
     assert any("no readable shard" in p for p in problems(store))
 

@@ -248,7 +248,7 @@ def explain(
             )
     pair = diagnosis.comparable(report)
     return {
-        "verdict": diagnosis.verdict(pair, findings, unchecked),
+        "verdict": diagnosis.verdict(pair, findings, unchecked, diagnosis.why_incomparable(report)),
         "agree": None if pair is None else diagnosis.agree(*pair),
         "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings],
     }

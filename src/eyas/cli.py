@@ -14,7 +14,7 @@ import typer
 
 from eyas import cli_data, cli_gates, cli_runs, cli_train
 from eyas.config_file import expand_config
-from eyas.errors import EXIT_INTERRUPTED, EyasError
+from eyas.errors import EXIT_INTERRUPTED, EyasError, InputError
 
 if TYPE_CHECKING:
     from eyas.engines.base import Progress
@@ -189,7 +189,7 @@ def verify(
         str | None,
         typer.Option(help="The target, to recompute samples. Default: the one the store names, if it is here."),
     ] = None,
-    recompute: Annotated[int, typer.Option(help="How many random samples to recompute; 0 for none.")] = 4,
+    recompute: Annotated[int, typer.Option(min=0, help="How many random samples to recompute; 0 for none.")] = 4,
     seed: Annotated[int | None, typer.Option(help="Which samples; default: others each time.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
@@ -213,11 +213,13 @@ def inspect(
     sample: Annotated[
         int | None, typer.Option(help="Which sample's tokens to show. Default: the first, or a few.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many samples of a dataset to show.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="How many samples of a dataset to show.")] = 3,
     html: Annotated[Path | None, typer.Option(help="Also write a page about a dataset to this file.")] = None,
     model_path: Annotated[str | None, typer.Option(help="Whose tokenizer spells a dataset's tokens.")] = None,
-    states: Annotated[int, typer.Option(help="States per token, for the predicted bytes of a dataset's states.")] = 4,
-    tokens_per_second: Annotated[float, typer.Option(help="Assumed rate, for the predicted hours.")] = 20_000,
+    states: Annotated[
+        int, typer.Option(min=1, help="States per token, for the predicted bytes of a dataset's states.")
+    ] = 4,
+    tokens_per_second: Annotated[float, typer.Option(min=1, help="Assumed rate, for the predicted hours.")] = 20_000,
 ) -> None:
     """Show what a folder holds, and samples' tokens with the loss mask in colour."""
     from eyas import console
@@ -234,6 +236,8 @@ def inspect(
             tokens_per_second=tokens_per_second,
         )
         return
+    if html is not None and folder.is_dir():
+        raise InputError(f"--html writes a page about a token dataset, and {folder} is none", "leave --html out")
     console.inspect_store(folder, sample or 0)
 
 

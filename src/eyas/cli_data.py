@@ -48,7 +48,7 @@ def prepare(
         str, typer.Option(help="The target: its tokenizer and chat template are used. `smollm2` is embedded.")
     ],
     output_dir: Annotated[Path, typer.Option(help="Folder of the token dataset.")],
-    max_seq_len: Annotated[int, typer.Option(help="Longest sample, in tokens.")] = 2048,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Longest sample, in tokens.")] = 2048,
     on_long: Annotated[
         Literal["truncate", "drop", "split"], typer.Option(help="What becomes of longer samples.")
     ] = "truncate",
@@ -81,13 +81,14 @@ def prepare(
         Literal["once", "keep"], typer.Option(help="Equal samples: written once with their count, or kept.")
     ] = "once",
     heldout: Annotated[
-        float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
+        float,
+        typer.Option(min=0, max=1, help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt."),
     ] = 0.0,
     trust_masks: Annotated[
         bool, typer.Option(help="Take the masks of tokenised rows without a look at their borders.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Tokenising processes; default one per core.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first rows.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tokenising processes; default one per core.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a dataset in OUTPUT_DIR that was made otherwise.")] = False,
     strict: Annotated[bool, typer.Option(help="End with exit code 20 when any row was rejected.")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run tokenizer code that comes with the model.")] = False,
@@ -144,12 +145,14 @@ def regenerate(
     ] = None,
     endpoint_model: Annotated[str | None, typer.Option(help="The model's name there; default the only one.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key for the endpoint.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Limit for one answer.")] = 1024,
-    max_seq_len: Annotated[int, typer.Option(help="Limit for prompt and answer together.")] = 2048,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus, for temperatures above 0.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit for one answer.")] = 1024,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Limit for prompt and answer together.")] = 2048,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Nucleus, for temperatures above 0.")] = 1.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Prompts at once (transformers), requests at once (endpoint).")] = 16,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Prompts at once (transformers), requests at once (endpoint).")
+    ] = 16,
     chat_template_kwargs: Annotated[
         str, typer.Option(help="JSON for the template, e.g. '{\"enable_thinking\": false}'.")
     ] = "",
@@ -162,16 +165,21 @@ def regenerate(
     ] = None,
     data_split: Annotated[str, typer.Option(help="Split, for a data set that `datasets` loads.")] = "train",
     heldout: Annotated[
-        float, typer.Option(help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt.")
+        float,
+        typer.Option(min=0, max=1, help="Share kept apart in OUTPUT_DIR/heldout, chosen by a hash of the prompt."),
     ] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="Read only the first rows.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first rows.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Ask no more after so long; the dataset holds what was answered, the same command goes on."),
+        typer.Option(
+            min=0, help="Ask no more after so long; the dataset holds what was answered, the same command goes on."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
-    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks (engine vllm).")] = 1,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of GPU memory (engine vllm).")] = 0.9,
+    tp_size: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks (engine vllm).")] = 1,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of GPU memory (engine vllm).")
+    ] = 0.9,
     strict: Annotated[bool, typer.Option(help="End with exit code 20 when any row was rejected.")] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the model.")] = False,
 ) -> None:

@@ -50,7 +50,7 @@ def trace(
     path: Annotated[
         Path, typer.Argument(help="A store extracted with --trace, one trace file, or a run (id or folder).")
     ],
-    limit: Annotated[int, typer.Option(help="Most rows to show; 0 for all.")] = 60,
+    limit: Annotated[int, typer.Option(min=0, help="Most rows to show; 0 for all.")] = 60,
 ) -> None:
     """Show the hops that traced states took: model output, split by request, host copy, shard; the first bad one marked."""
     from eyas.errors import ContractError

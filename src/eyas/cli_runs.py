@@ -34,7 +34,8 @@ LogLevel = Annotated[
     typer.Option(help="Of eyas's own lines, in every process: debug, info, warning, error.", rich_help_panel=_PANEL),
 ]
 StallAfter = Annotated[
-    float, typer.Option(help="Seconds without progress until the watchdog acts; 0: never.", rich_help_panel=_PANEL)
+    float,
+    typer.Option(min=0, help="Seconds without progress until the watchdog acts; 0: never.", rich_help_panel=_PANEL),
 ]
 OnStall = Annotated[
     str, typer.Option(help="report (stacks into the logs) or stop (that, then end).", rich_help_panel=_PANEL)
@@ -42,6 +43,11 @@ OnStall = Annotated[
 HostName = Annotated[
     str | None, typer.Option("--host", help="Run there over ssh (user@box), detached.", rich_help_panel=_PANEL)
 ]
+RunHost = Annotated[
+    str | None,
+    typer.Option("--host", help="The host on which the run is (user@box), over ssh.", rich_help_panel=_PANEL),
+]
+ThereName = Annotated[str | None, typer.Option("--host", help="Do this on that host (user@box), over ssh.")]
 HostDir = Annotated[str | None, typer.Option(help="Folder on the host to run in.", rich_help_panel=_PANEL)]
 HostCommand = Annotated[
     str | None,
@@ -187,10 +193,10 @@ def describe(view: RunView) -> dict[str, Any]:
 
 @runs_app.command("list")
 def list_(
-    host: HostName = None,
+    host: ThereName = None,
     host_command: HostCommand = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    limit: Annotated[int, typer.Option(help="How many, newest first; 0: all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="How many, newest first; 0: all.")] = 20,
 ) -> None:
     """The runs of this machine, newest first: state, progress, rate."""
     from eyas import runs
@@ -232,7 +238,7 @@ def list_(
 @runs_app.command()
 def show(
     run: RunName,
-    host: HostName = None,
+    host: RunHost = None,
     host_command: HostCommand = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -283,7 +289,7 @@ def logs(
     grep: Annotated[str | None, typer.Option(help="Only lines that fit this regular expression.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     after: Annotated[str | None, typer.Option(hidden=True)] = None,
-    host: HostName = None,
+    host: RunHost = None,
     host_command: HostCommand = None,
 ) -> None:
     """What every process of a run said, merged by time."""
@@ -358,8 +364,8 @@ def _logs_there(host: Host, print_line: Callable[[Any], None]) -> None:
 @runs_app.command()
 def stop(
     run: RunName,
-    grace: Annotated[float, typer.Option(help="Seconds for the gentle end before the firm one.")] = 30.0,
-    host: HostName = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for the gentle end before the firm one.")] = 30.0,
+    host: RunHost = None,
     host_command: HostCommand = None,
 ) -> None:
     """End a run: gently (shard finished, resumable), then firmly; then prove that nothing of it is left."""
@@ -382,7 +388,7 @@ def stop(
 def resume(
     run: RunName,
     detach: Detach = False,
-    host: HostName = None,
+    host: RunHost = None,
     host_command: HostCommand = None,
 ) -> None:
     """Give an interrupted run's command again, where it was given; what is finished is kept."""
@@ -407,9 +413,10 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show.")] = False,
     older_than: Annotated[
-        float | None, typer.Option(help="Also delete the folders of runs that ended this many days ago or earlier.")
+        float | None,
+        typer.Option(min=0, help="Also delete the folders of runs that ended this many days ago or earlier."),
     ] = None,
-    host: HostName = None,
+    host: ThereName = None,
     host_command: HostCommand = None,
 ) -> None:
     """Remove what runs that are over left behind (processes, shared memory, half shards): only eyas's own, after showing it."""
@@ -447,9 +454,9 @@ def doctor(
     output_dir: Annotated[Path | None, typer.Option(help="Where states would go; its disk is measured.")] = None,
     model_path: Annotated[str | None, typer.Option(help="Check this model's weights and predict memory.")] = None,
     prepared_data: Annotated[str | None, typer.Option(help="Predict the disk for this dataset.")] = None,
-    tp_size: Annotated[int, typer.Option(help="Tensor parallel ranks to reckon with.")] = 1,
+    tp_size: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks to reckon with.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="No write test.")] = False,
-    host: HostName = None,
+    host: ThereName = None,
     host_command: HostCommand = None,
 ) -> None:
     """What this machine has against what a run needs, and what earlier runs left behind."""

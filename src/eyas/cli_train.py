@@ -164,11 +164,11 @@ def evaluate(
             help="Prompt sets: packaged names, files, folders, hf:OWNER/NAME:CONFIG:SPLIT; NAME=... names one; several after one flag."
         ),
     ] = None,
-    chain: Annotated[int, typer.Option(help="Guesses per verification step.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
-    limit: Annotated[int | None, typer.Option(help="At most so many prompts per set.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above, rejection sampling.")] = 0.0,
+    chain: Annotated[int, typer.Option(min=1, help="Guesses per verification step.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts per set.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; above, rejection sampling.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling and of the intervals.")] = 0,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="float32 is exactly lossless.")
@@ -176,7 +176,9 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
     plain: Annotated[
         int | None,
-        typer.Option(help="How many prompts per set to decode plainly too (speed, lossless check). Default: all."),
+        typer.Option(
+            min=0, help="How many prompts per set to decode plainly too (speed, lossless check). Default: all."
+        ),
     ] = None,
     engine: Annotated[
         Literal["transformers", "vllm"],

@@ -247,12 +247,10 @@ def inspect_store(folder: Path, sample: int) -> None:
         show_layers(norms, N)
     if not len(states):
         return
-    if not -len(states) <= sample < len(states):
+    if not 0 <= sample < len(states):
         raise InputError(f"--sample {sample}: the store holds {len(states)} samples", f"0 to {len(states) - 1}")
     one = states[sample]
     mask = one.loss_mask.tolist()
-    out.print(
-        f"\nsample {sample % len(states)}, id {one.id}: {len(one)} tokens, {sum(mask)} supervised ([bold green]green[/])"
-    )
+    out.print(f"\nsample {sample}, id {one.id}: {len(one)} tokens, {sum(mask)} supervised ([bold green]green[/])")
     pieces = decode_pieces(m["model"]["id"], one.token_ids.tolist())
     out.print(masked_text(pieces if pieces is not None else [f"{i} " for i in one.token_ids.tolist()], mask))

@@ -136,7 +136,7 @@ def prediction(
     time = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:,.1f} minutes"
     return (
         f"extraction will write {human_bytes(size)} ({states} states of {model['hidden_size']:,} bf16 values a token) "
-        f"and take {time} at {tokens_per_second:,.0f} tokens/s (assumed; --tokens-per-second sets it)"
+        f"and take {time} at {tokens_per_second:,.0f} tokens/s (assumed; `eyas inspect --tokens-per-second` sets it)"
     )
 
 
@@ -255,9 +255,9 @@ def is_dataset(path: Path) -> bool:
 def _positions(dataset: TokenDataset, sample: int | None, samples: int) -> list[int]:
     if sample is None:
         return sorted({int(at) for at in np.linspace(0, len(dataset) - 1, min(samples, len(dataset)))})
-    if not -len(dataset) <= sample < len(dataset):
+    if not 0 <= sample < len(dataset):
         raise InputError(f"--sample {sample}: the dataset holds {len(dataset)} samples", f"0 to {len(dataset) - 1}")
-    return [sample % len(dataset)]
+    return [sample]
 
 
 def _speller(model_path: str | None) -> Any:

@@ -233,19 +233,34 @@ def comparable(report: dict[str, Any]) -> tuple[float, float] | None:
     return 1 + sum(overall["by_position"][:places]), 1 + sum(simulated["by_position"][:places])
 
 
+def why_incomparable(report: dict[str, Any]) -> str:
+    """Why `comparable` has no pair of an `eyas eval` report."""
+    if not report["simulated"]:
+        return "the draft has no simulated acceptance (it was imported, or trained without an evaluation)"
+    if report["settings"]["temperature"] > 0:
+        return "the simulation is greedy, and this was sampled"
+    return "nothing was measured"
+
+
 def agree(measured: float, simulated: float) -> bool:
     """Whether the draft does what its training promised, within the spread that other prompts alone would explain; more is no contradiction."""
     return measured >= SUSPICIOUS * simulated
 
 
-def verdict(pair: tuple[float, float] | None, findings: Sequence[Finding], unchecked: str | None = None) -> str:
+def verdict(
+    pair: tuple[float, float] | None,
+    findings: Sequence[Finding],
+    unchecked: str | None = None,
+    incomparable: str = "there is no simulated figure",
+) -> str:
     """One sentence: do the figures agree, and which check of the store failed.
 
     Args:
         pair: measured and simulated length, from `comparable`. unchecked: why no check ran, if none did.
+        incomparable: why there is no pair, from `why_incomparable`.
     """
     line = (
-        "no comparison: the simulation is greedy, and made while training"
+        f"no comparison: {incomparable}"
         if pair is None
         else "measured {:.2f}, simulated while training {:.2f}".format(*pair)
     )

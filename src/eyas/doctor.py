@@ -26,7 +26,20 @@ def diagnose(
     rows = check_machine(output_dir, tp_size, quick)
     if model_path is not None:
         rows += check_target(model_path, prepared_data, output_dir, tp_size)
+    elif prepared_data is not None:
+        rows.append(check_dataset(prepared_data))
     return rows
+
+
+def check_dataset(prepared_data: str) -> Check:
+    """Whether a token dataset can be read, without a model to hold it against."""
+    from eyas.dataset import open_dataset
+
+    try:
+        dataset = open_dataset(prepared_data)
+    except EyasError as error:
+        return Check("dataset", "FAIL", error.what, error.remedy)
+    return Check("dataset", "OK", f"{len(dataset)} samples, {dataset.tokens} tokens, longest {dataset.lengths.max()}")
 
 
 def check_target(model_path: str, prepared_data: str | None, output_dir: Path | None, ranks: int) -> list[Check]:
@@ -38,7 +51,8 @@ def check_target(model_path: str, prepared_data: str | None, output_dir: Path | 
     try:
         info = describe_model(resolve_model_path(model_path), model_path)
     except EyasError as error:
-        return [Check("model", "FAIL", error.what, error.remedy)]
+        rows = [Check("model", "FAIL", error.what, error.remedy)]
+        return rows if prepared_data is None else [*rows, check_dataset(prepared_data)]
     rows = [preflight.check_model(info), check_gpu_memory(info.weight_bytes, ranks)]
     if prepared_data is not None:
         from eyas.dataset import open_dataset

@@ -263,6 +263,23 @@ def speculators_config(config: DraftConfig, dtype: str, target: dict[str, Any]) 
     }
 
 
+def _refuse_own_folder(source: Path) -> None:
+    """Raises InputError for a folder of eyas itself, and says which kind it is."""
+    try:
+        kind = json.loads((source / MANIFEST).read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if kind == KIND:
+        raise InputError(
+            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
+        )
+    if str(kind).startswith("eyas."):
+        what = {"eyas.dataset": "a token dataset", "eyas.states": "a state store"}.get(kind, f"a folder of kind {kind}")
+        raise InputError(
+            f"{source} is {what} of eyas's, no draft", "give --source a vLLM, SGLang or speculators folder"
+        )
+
+
 def import_draft(
     source: str | Path, output_dir: str | Path, model_path: str, *, layer_ids: list[int] | None = None
 ) -> Path:
@@ -277,10 +294,7 @@ def import_draft(
     """
     from eyas.model_files import describe_model
 
-    if (Path(source) / MANIFEST).exists():
-        raise InputError(
-            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
-        )
+    _refuse_own_folder(Path(source))
     refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
     info = describe_model(resolve_model_path(model_path), model_path)
     weights, ids, raw = read_foreign_draft(Path(source))

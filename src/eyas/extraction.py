@@ -300,6 +300,8 @@ def _check_numbers(settings: ExtractSettings) -> None:
     ):
         value = getattr(settings, name)
         if value is not None and value < 1:
+            if name == "shard_bytes":  # the flag counts megabytes
+                raise InputError(f"--shard-size is {value / 1e6:g}", "megabytes, above 0")
             raise InputError(f"--{name.replace('_', '-')} is {value}", "it must be 1 or more")
     if not 0 < settings.gpu_memory_utilization <= 1:
         raise InputError(f"--gpu-memory-utilization is {settings.gpu_memory_utilization}", "a share between 0 and 1")

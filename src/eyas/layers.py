@@ -70,10 +70,15 @@ def resolve_layer_ids(
                 ) from None
             if not 0 <= number + shift <= num_layers or number < 0:
                 highest = num_layers - shift
+                meaning = (
+                    f"id j is the output of 0-based layer j ({highest} = final)"
+                    if index == "output"
+                    else f"id k is the residual stream after k layers (0 = embeddings, {num_layers} = final); "
+                    "use --layer-index output if yours count 0-based layer outputs"
+                )
                 raise InputError(
                     f"layer id {number} is out of range: the model has {num_layers} layers, so --layer-index {index} ids go from 0 to {highest}",
-                    "id k is the residual stream after k layers (0 = embeddings, "
-                    f"{num_layers} = final); use --layer-index output if yours count 0-based layer outputs",
+                    meaning,
                 )
             ids.append(number + shift)
     if not ids and not with_final:

@@ -154,6 +154,16 @@ def check_settings(s: TrainSettings) -> None:
         (s.dtype not in ("auto", "bfloat16", "float32", "float64"), f"--dtype {s.dtype}", "auto, bfloat16 or float32"),
         (s.chain < 1, f"--chain {s.chain}", "at least 1"),
         (s.keep < 1, f"--keep {s.keep}", "at least 1"),
+        (s.draft_vocab_size < 1, f"--draft-vocab-size {s.draft_vocab_size}", "at least 1"),
+        (s.epochs <= 0, f"--epochs {s.epochs}", "above 0"),
+        (s.steps is not None and s.steps < 1, f"--steps {s.steps}", "at least 1"),
+        (s.seconds is not None and s.seconds <= 0, f"--seconds {s.seconds}", "above 0"),
+        (s.eval_samples < 0, f"--eval-samples {s.eval_samples}", "0 or more"),
+        (s.eval_every < 1, f"--eval-every {s.eval_every}", "at least 1"),
+        (s.patience is not None and s.patience < 1, f"--patience {s.patience}", "at least 1"),
+        (s.checkpoint_every < 0, f"--checkpoint-every {s.checkpoint_every}", "0 or more"),
+        (not 0 <= s.warmup <= 1, f"--warmup {s.warmup}", "a share between 0 and 1"),
+        (s.threads is not None and s.threads < 1, f"--threads {s.threads}", "at least 1"),
     ]
     for bad, what, want in wrong:
         if bad:

@@ -193,7 +193,11 @@ def _check_totals(folder: Path, manifest: dict[str, Any], report: VerifyReport) 
     named = {entry["name"] for entry in manifest.get("shards", [])}
     there = {p.name for p in folder.glob("shard-*.safetensors")}
     for name in sorted(named - there):
-        report.problems.append(f"{folder / name} is missing, the manifest names it")
+        error = StoreError(
+            f"{folder / name} is missing, the manifest names it",
+            "run the same `eyas extract` again: it makes only what is missing",
+        )
+        report.problems.append(str(error))
     for name in sorted(there - named):
         report.problems.append(f"{folder / name} is not in the manifest: it is of another run (fault F12)")
     ledger = folder / LEDGER
