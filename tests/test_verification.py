@@ -155,6 +155,14 @@ def test_another_model_than_the_one_it_is_of(store, tiny_model):
         eyas.verify(store, model_path="/nowhere/model")
 
 
+def test_another_model_under_the_name_that_the_store_names(store, tiny_model):
+    path = store / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["model"]["id"] = str(tiny_model("llama_untied"))
+    path.write_text(json.dumps(manifest))
+    assert any("is another model now" in problem for problem in problems(store))
+
+
 def test_without_the_model_it_says_so(store):
     path = store / "manifest.json"
     manifest = json.loads(path.read_text())

@@ -26,15 +26,16 @@ class Timing:
 
 @dataclass
 class SetResult:
-    """One prompt set. `acceptance` per prompt, `baselines`: guesser -> per prompt, `timings` per batch."""
+    """One prompt set. `acceptance` per prompt, `baselines`: guesser -> per prompt, `timings` per batch.
+
+    `behind`: guesses accepted behind the end of a reply, in its last round: no part of the figures; vLLM counts them.
+    """
 
     name: str
     acceptance: list[Acceptance] = field(default_factory=list)
     baselines: dict[str, list[Acceptance]] = field(default_factory=dict)
     timings: list[Timing] = field(default_factory=list)
-    behind: int = (
-        0  # guesses accepted behind the end of a reply, in its last round: no part of the figures; vLLM counts them
-    )
+    behind: int = 0
     ties: list[str] = field(default_factory=list)
     compared: int = 0
 

@@ -165,7 +165,7 @@ def evaluate(
         ),
     ] = None,
     chain: Annotated[int, typer.Option(min=1, help="Guesses per verification step.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest reply.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts per set.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; above, rejection sampling.")] = 0.0,
@@ -224,9 +224,8 @@ def evaluate(
         display.close()
     show_acceptance(report)
     if not all(check["ok"] for check in report["diagnosis"]["checks"]):
-        raise typer.Exit(
-            StoreError.exit_code
-        )  # the figures are printed and kept, but no script may take them for a healthy draft's
+        # The figures are printed and kept, but no script may take them for a healthy draft's.
+        raise typer.Exit(StoreError.exit_code)
 
 
 def export(

@@ -123,9 +123,8 @@ def engine_weights(draft: Draft) -> dict[str, Tensor]:
             "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
         )
     weights["fc.weight"] = weights["fc.weight"] * scale
-    if (
-        draft.config.draft_vocab_size == draft.config.vocab_size
-    ):  # no map: vLLM and speculators take one for an unknown weight
+    # A draft that says every token has no map: vLLM and speculators take one for an unknown weight.
+    if draft.config.draft_vocab_size == draft.config.vocab_size:
         del weights["d2t"], weights["t2d"]
     return {key.replace("aux_norms.", "fc_norm."): tensor for key, tensor in weights.items()}
 

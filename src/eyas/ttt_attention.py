@@ -143,13 +143,14 @@ def _elementwise(function: Callable[..., Any], compiled: bool) -> Callable[..., 
 # The prefix: one flash kernel for all samples on a GPU (variable lengths), one call per sample on a CPU.
 
 
-def _flash_fits(q: Tensor) -> bool:
+def flash_fits(q: Tensor) -> bool:
+    """Whether the flash kernel for variable lengths takes queries of this device, dtype and width."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def prefix_forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within each sample. Returns out [R, heads, D] and the log-sum-exp [R, heads] (fp32, or fp64 for fp64)."""
-    if _flash_fits(q):
+    if flash_fits(q):
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -176,7 +177,7 @@ def prefix_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [R, heads, D], k and v [T, kv_heads, D] for the prefix, given the common `out` and `lse`."""
-    if _flash_fits(q):
+    if flash_fits(q):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unused at rate 0
         return torch.ops.aten._flash_attention_backward(
             grad_out,

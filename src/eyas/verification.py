@@ -90,10 +90,10 @@ def verify(
             f"{folder} is not finished (its last run was stopped or is still writing)",
             "run the same `eyas extract` again: it resumes",
         )
+    info: ModelInfo | None = None
     if recompute and model_path is not None:  # before hours of reading, and no fault of the store
-        lines = _model_differs(
-            manifest, describe_model(resolve_model_path(model_path), model_path, trust_remote_code=trust_remote_code)
-        )
+        info = describe_model(resolve_model_path(model_path), model_path, trust_remote_code=trust_remote_code)
+        lines = _model_differs(manifest, info)
         if lines:
             raise InputError(
                 f"{model_path} is another model than the one these states are of:\n  " + "\n  ".join(lines),
@@ -119,7 +119,7 @@ def verify(
     }
     _check_totals(folder, manifest, report)
     if not report.problems and recompute:
-        _recompute(report, manifest, model_path, recompute, seed, device, trust_remote_code)
+        _recompute(report, manifest, info, recompute, seed, device, trust_remote_code)
     _mark(folder, manifest, report)
     return report
 
@@ -225,31 +225,32 @@ def _model_differs(manifest: dict[str, Any], info: ModelInfo) -> list[str]:
 def _recompute(
     report: VerifyReport,
     manifest: dict[str, Any],
-    model_path: str | None,
+    info: ModelInfo | None,
     count: int,
     seed: int | None,
     device: str,
     trust_remote_code: bool,
 ) -> None:
-    """Recompute a random few samples with transformers; a failure becomes a problem, a missing model a note."""
+    """Recompute a random few samples with transformers; a failure becomes a problem, a missing model a note.
+
+    info: the target, None for the one that the manifest names.
+    """
     from eyas.engines.transformers import TransformersEngine, TransformersSettings
     from eyas.parity import judge_parity
 
-    name = model_path or manifest["model"]["id"]
-    try:
-        folder = resolve_model_path(name)
-        info = describe_model(folder, name, trust_remote_code=trust_remote_code)
-    except InputError as error:
-        if model_path is not None:
-            raise
-        report.recompute_note = f"not recomputed: the target is not here ({error.what})"
-        return
-    lines = _model_differs(manifest, info)
-    if lines:
-        report.recompute_note = (
-            f"not recomputed: {name} is another model now than the one these states are of ({'; '.join(lines)})"
-        )
-        return
+    if info is None:
+        name = manifest["model"]["id"]
+        try:
+            info = describe_model(resolve_model_path(name), name, trust_remote_code=trust_remote_code)
+        except InputError as error:
+            report.recompute_note = f"not recomputed: the target is not here ({error.what})"
+            return
+        lines = _model_differs(manifest, info)
+        if lines:
+            report.problems.append(
+                f"{name} is another model now than the one these states are of:\n  " + "\n  ".join(lines)
+            )
+            return
     states = open_states(report.folder)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     order = np.random.default_rng(seed).permutation(len(states))

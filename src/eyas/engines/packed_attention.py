@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from eyas.ttt_attention import flash_fits
+
 NAME = "eyas_packed"
 
 
@@ -71,7 +73,7 @@ def packed_attention(
     if sum(lengths) != query.shape[2]:
         raise RuntimeError(f"packed row of {query.shape[2]} tokens, lengths sum to {sum(lengths)}")
     plain = softcap is None and s_aux is None and (sliding_window is None or max(lengths) <= sliding_window)
-    if plain and _flash_fits(query, value):
+    if plain and query.shape[-1] == value.shape[-1] and flash_fits(query):
         return _flash(query, key, value, row, scaling), None
     outputs = []
     start = 0
@@ -92,12 +94,6 @@ def packed_attention(
         start += length
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
-
-
-def _flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
-    width = query.shape[-1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and width == value.shape[-1] and width % 8 == 0 and width <= 256
 
 
 def _flash(
