@@ -3,13 +3,15 @@
     PYTHONPATH=src python benchmarks/kimi_rehearsal.py --tp-size 2 --out results/
 
 `KimiK25ForConditionalGeneration`, H 7168, 61 layers, INT4 experts (compressed-tensors), fewer of them than the 384 of the original
-(`--experts`), ids 2 30 58 60 and the target state, samples of 512 tokens (or up to `--max-seq-len`). Steps, each with its time:
+(`--experts`), ids 2 30 58 60 and the target state, samples of 512 tokens (or up to `--max-seq-len`). Steps (`--steps`), each with its time:
 
-    rehearse   eyas rehearse ...     random weights, few layers; then once more with --expert-parallel (imports and files now in memory)
-    extract    eyas extract ...      random weights, all layers, parity on the engine itself
-    verify     eyas verify ...       every byte; then each id of some samples must be [tokens, 7168]
-    prefill    `extract_gpu.py` on the same model: prefill with the states computed and not stored, the same with capture, and,
-               when time allows, an engine without auxiliary states
+    rehearse     eyas rehearse ...   random weights, few layers
+    again        the same            imports and files now in memory
+    rehearse-ep  the same with --expert-parallel
+    extract      eyas extract ...    random weights, all layers, parity on the engine itself
+    verify       eyas verify ...     every byte; then each id of all samples must be [tokens, 7168]
+    prefill      `extract_gpu.py` on the same model: prefill with the states computed and not stored, the same with capture, and,
+                 when time allows, an engine without auxiliary states
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import extract_gpu
 import model_shapes
+
+#: Step -> the most seconds it may take.
+STEPS = {"rehearse": 240, "again": 150, "rehearse-ep": 150, "extract": 600, "verify": 300, "prefill": 600}
 
 
 def write_dataset(path: Path, count: int, longest: int, vocabulary: int, *, mixed: bool) -> int:
@@ -94,7 +99,8 @@ def main() -> None:
     parser.add_argument("--layer-ids", nargs="+", default=["2", "30", "58", "60"])
     parser.add_argument("--tiny", action="store_true", help="small widths, to try this script without a GPU")
     parser.add_argument("--bf16-experts", action="store_true", help="experts not quantised")
-    parser.add_argument("--budget", type=float, default=470, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=600, help="seconds for everything")
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
     arguments = parser.parse_args()
     begun, out, work = time.monotonic(), Path(arguments.out), Path(arguments.work)
     out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +128,8 @@ def main() -> None:
     tokens = write_dataset(
         work / "samples.jsonl", count, arguments.max_seq_len, text["vocab_size"], mixed=arguments.mixed
     )
-    touched = extract_gpu.touch_pages(work, min(predicted, 30 * 2**30))
+    stores = {"extract", "prefill"} & set(arguments.steps)
+    touched = extract_gpu.touch_pages(work, min(predicted, 30 * 2**30)) if stores else 0.0
     print(
         f"{count} samples, {tokens} tokens, {tokens * width * layers * 2 / 1e9:.1f} GB of states; memory touched in {touched:.0f} s"
     )
@@ -159,21 +166,24 @@ def main() -> None:
     def save() -> None:
         (out / f"kimi_rehearsal-tp{arguments.tp_size}.json").write_text(json.dumps(results, indent=1))
 
-    for name, command, share in (
-        ("rehearse", [*eyas, "rehearse", *flags], 0.4),
-        ("rehearse-ep", [*eyas, "rehearse", *flags, "--expert-parallel"], 0.25),
-        ("extract", [*eyas, "extract", *flags], 0.9),
-        ("verify", [*eyas, "verify", str(work / "store"), "--recompute", "0"], 0.9),
+    for name, command in (
+        ("rehearse", [*eyas, "rehearse", *flags]),
+        ("again", [*eyas, "rehearse", *flags]),
+        ("rehearse-ep", [*eyas, "rehearse", *flags, "--expert-parallel"]),
+        ("extract", [*eyas, "extract", *flags]),
+        ("verify", [*eyas, "verify", str(work / "store"), "--recompute", "0"]),
     ):
-        seconds, code = step(name, command, out / f"kimi-{name}.log", max(20, share * left()))
-        results["steps"][name] = {"seconds": round(seconds, 1), "exit": code}
+        if name in arguments.steps:
+            seconds, code = step(name, command, out / f"kimi-{name}.log", max(20, min(STEPS[name], left())))
+            results["steps"][name] = {"seconds": round(seconds, 1), "exit": code}
+            save()
+    if "extract" in arguments.steps:
+        try:
+            results |= look(work / "store", [*map(int, arguments.layer_ids), arguments.num_layers], width)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the results and the next part runs
+            results["look"] = f"{type(error).__name__}: {error}"
         save()
-    try:
-        results |= look(work / "store", [*map(int, arguments.layer_ids), arguments.num_layers], width)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it goes into the results and the next part runs
-        results["look"] = f"{type(error).__name__}: {error}"
-    save()
-    if left() > 100 and not arguments.tiny:
+    if "prefill" in arguments.steps and left() > 100 and not arguments.tiny:
         shutil.rmtree(work / "store", ignore_errors=True)
         name, tp = "kimi-k25-61-int4", str(arguments.tp_size)
         flags = [
@@ -186,7 +196,7 @@ def main() -> None:
             "--work",
             str(work),
             "--repeats",
-            "1",
+            "2",
             "--parts",
             "eyas",
         ]

@@ -95,6 +95,13 @@ def test_what_a_rank_says_before_it_dies_hard_is_kept(drive, how, end):
     assert (one.rank, one.pid, one.level, one.stream) == (1, record["pid"], "debug", "log")
 
 
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_only_a_rank_that_dies_hard_leaves_without_a_goodbye(drive, how):
+    _, folder = drive(how, "fine", "kill")
+    (without,) = [text for text in texts(folder, roles=("keeper",)) if "without a goodbye" in text]
+    assert without.startswith("rank 1 ")
+
+
 def test_each_process_has_files_of_its_own(drive):
     _, folder = drive("fork", "fine", "fine", "fine")
     for rank in range(3):

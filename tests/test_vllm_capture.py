@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from eyas.batches import in_share
 from eyas.dataset import Sample
 from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
-from eyas.engines.vllm_start import VllmSettings, engine_arguments, thread_binding, writer_settings
+from eyas.engines.vllm_start import (
+    VllmSettings,
+    engine_arguments,
+    engine_environment,
+    thread_binding,
+    writer_settings,
+)
 from eyas.errors import ContractError, InputError
 from eyas.extraction import ExtractSettings
 from eyas.rehearsal import shallow_config, shallow_ids
@@ -204,6 +215,55 @@ def test_the_engine_is_told_the_layers_in_its_hashed_configuration(tiny_model, t
     short = engine_arguments(replace(settings, step_tokens=100), [2], tmp_path, gpu=True)
     assert short["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
     assert "compilation_config" not in engine_arguments(replace(settings, eager=True), [2], tmp_path, gpu=True)
+
+
+def test_a_rehearsal_on_gpus_starts_quickly_and_a_run_safely(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eyas.model_files import describe_model
+
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    run = VllmSettings(describe_model(tiny_model("llama")))
+    rehearsal = replace(run, quick_start=True)
+
+    def method(settings: VllmSettings, *, gpu: bool = True, first: bool = True) -> str:
+        return engine_environment(settings, tmp_path, gpu=gpu, first=first)["VLLM_WORKER_MULTIPROC_METHOD"]
+
+    assert method(rehearsal) == "fork"
+    # Torch has threads after a first engine; CPU builds and runs for good always spawn.
+    assert {method(rehearsal, first=False), method(rehearsal, gpu=False), method(run)} == {"spawn"}
+    quick, usual = (engine_arguments(one, [2], tmp_path, gpu=True)["compilation_config"] for one in (rehearsal, run))
+    assert quick == {**usual, "backend": "eager"}  # the same graphs
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert method(rehearsal) == "spawn"  # what the user set stays
+
+
+def test_a_core_is_not_waited_for_once_its_ranks_have_left(tmp_path: Path) -> None:
+    """A core that lingers after its ranks, as vLLM's does while Python collects its garbage."""
+    from eyas.engines.vllm_stop import end_engine
+
+    lingers = "import subprocess, sys, time, signal, pathlib\n"
+    lingers += "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    lingers += (
+        "def stop(*_):\n    rank.terminate(); rank.wait()\n    pathlib.Path(sys.argv[1]).touch(); time.sleep(600)\n"
+    )
+    lingers += "signal.signal(signal.SIGTERM, stop)\nprint('up', flush=True)\ntime.sleep(600)\n"
+    process = subprocess.Popen([sys.executable, "-c", lingers, str(tmp_path / "left")], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    (rank,) = psutil.Process(process.pid).children()
+
+    class Client:
+        resources = SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
+
+        def shutdown(self) -> None:
+            process.terminate()
+            process.wait(60)  # raises where the core was left to linger
+
+    end_engine(Client())
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / "left").exists()  # not before the rank was gone
+    assert not rank.is_running()
 
 
 def test_a_shallow_copy_tells_the_ids_apart() -> None:

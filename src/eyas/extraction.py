@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 TRACED_STEPS = 3
 #: Weights of more bytes are rehearsed first: at 1 GB/s from a disk they load for minutes.
 REHEARSE_BYTES = 150 * 10**9
+#: `rehearsal` of the extraction that a rehearsal itself makes.
+IS_REHEARSAL = "this"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +311,8 @@ def _check_numbers(settings: ExtractSettings) -> None:
 
 def wants_rehearsal(settings: ExtractSettings, info: ModelInfo) -> bool:
     """Whether gate 2 runs before the load: engine `vllm`, and a load that takes longer than the rehearsal by far."""
+    if settings.rehearsal == IS_REHEARSAL:
+        return False
     if settings.rehearsal not in ("auto", "always", "never"):
         raise InputError(f"--rehearsal {settings.rehearsal} is not known", "auto, always or never")
     if settings.engine != "vllm" or settings.rehearsal == "never" or settings.load_format == "dummy":
@@ -346,6 +350,7 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
                 eager=True if settings.enforce_eager else None,
                 load_format=settings.load_format,
                 trust_remote_code=settings.trust_remote_code,
+                quick_start=settings.rehearsal == IS_REHEARSAL,
                 capture=settings.capture,
                 trace_steps=TRACED_STEPS if settings.trace else 0,
                 replica=settings.replica,

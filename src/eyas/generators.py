@@ -216,9 +216,9 @@ class VllmGenerator:
         return [Answer(list(o.outputs[0].token_ids), str(o.outputs[0].finish_reason)) for o in outputs]
 
     def close(self) -> None:
-        core = getattr(self.llm.llm_engine, "engine_core", None)
-        if core is not None:
-            core.shutdown()
+        from eyas.engines.vllm_stop import end_engine
+
+        end_engine(self.llm.llm_engine.engine_core)
 
 
 def returned_ids(choice: dict[str, Any], token_of_bytes: Callable[[bytes], int | None]) -> list[int] | None:

@@ -108,11 +108,13 @@ def check_cuda_toolkit() -> list[Check]:
     """torch's CUDA against the driver's, and against `CUDA_HOME` and `nvcc`, which compile kernels at run time."""
     import torch
 
+    from eyas.engines.vllm_start import has_gpu
+
     built = torch.version.cuda
     if built is None:
         return [Check("CUDA", "OK", f"torch {torch.__version__} is built without CUDA")]
     rows = []
-    if torch.cuda.is_available():
+    if has_gpu():
         rows.append(Check("CUDA", "OK", f"torch is built for {built} and finds {torch.cuda.device_count()} GPUs"))
     else:
         newest = _driver_cuda()

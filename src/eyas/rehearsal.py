@@ -138,7 +138,7 @@ def rehearse(
     Raises:
         What `eyas.extract` and `eyas.verify` would: the same checks run. InputError for engine `transformers`, whose load is short.
     """
-    from eyas.extraction import extract
+    from eyas.extraction import IS_REHEARSAL, extract
     from eyas.verification import verify
 
     engine = options.get("engine", "transformers")
@@ -181,7 +181,7 @@ def rehearse(
             "load_format": "dummy",
             "trace": True,
             "shard": None,
-            "rehearsal": "never",
+            "rehearsal": IS_REHEARSAL,
         }
         dtype = info.dtype if options.get("dtype", "auto") == "auto" else options["dtype"]
         report = extract(on_stage=say, **{**options, **changed, "dtype": dtype})

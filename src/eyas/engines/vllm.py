@@ -38,6 +38,7 @@ from eyas.engines.vllm_start import (
     refuse_impossible,
     writer_settings,
 )
+from eyas.engines.vllm_stop import end_engine
 from eyas.errors import EngineError, EyasError
 from eyas.model_files import human_bytes
 from eyas.preflight import Check, Status
@@ -58,6 +59,7 @@ class VllmEngine:
     """A running vLLM with our workers. One engine serves many captures. See `base.Engine`."""
 
     name = "vllm"
+    _started_here = False
 
     def __init__(self, settings: VllmSettings):
         self.settings = settings
@@ -147,9 +149,10 @@ class VllmEngine:
         gpu = has_gpu()
         refuse_impossible(self.settings, gpu=gpu)
         arguments = engine_arguments(self.settings, layer_ids, self.native_folder, gpu=gpu)
+        first, VllmEngine._started_here = not VllmEngine._started_here, True
         self.layer_ids = tuple(layer_ids)
         started = time.monotonic()
-        with environment(engine_environment(self.settings, Path(self._faults.name), gpu=gpu)):
+        with environment(engine_environment(self.settings, Path(self._faults.name), gpu=gpu, first=first)):
             from vllm import LLM
 
             try:
@@ -345,7 +348,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             try:
-                llm.llm_engine.engine_core.shutdown()
+                end_engine(llm.llm_engine.engine_core)
             except Exception as error:  # noqa: BLE001 - it is being thrown away; what matters is that the processes end
                 log.warning("vLLM's shutdown: %s", error)
             del llm

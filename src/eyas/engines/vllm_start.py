@@ -46,6 +46,8 @@ class VllmSettings:
         eager: no torch.compile and no CUDA graphs; None = only on the CPU (where compiling takes longer than it saves) and for hooks.
         load_format: auto, or dummy for random weights.
         capture: aux (the model's interface) | hooks (decoder-layer hooks, eager) | none (plain prefill, for benchmarks and parity).
+        quick_start: for rehearsals on GPUs, whose seconds are the engine's start: processes forked instead of importing vLLM anew (the
+            first engine of this process only), and the compiler's backend `eager`: the same graphs and pieces, no kernels generated.
         trace_steps: engine steps whose hops are recorded. replica: (i, n) of `--shard i/n`.
         buffers, writer_threads: per rank, see ShardWriter: host memory is buffers x shard bytes. None = room for three steps' states,
             and as many threads as write them while the next step computes.
@@ -66,6 +68,7 @@ class VllmSettings:
     eager: bool | None = None
     load_format: str = "auto"
     trust_remote_code: bool = False
+    quick_start: bool = False
     capture: str = "aux"
     trace_steps: int = 0
     replica: tuple[int, int] = (0, 1)
@@ -279,13 +282,18 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool) -> dict[str, str]:
-    """What the engine's processes must find in their environment. What the user set stays, except what would break a run."""
+def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool, first: bool = False) -> dict[str, str]:
+    """What the engine's processes must find in their environment. What the user set stays, except what would break a run.
+
+    `first`: no engine was started in this process before, so that a fork is safe: torch has no threads of its own yet.
+    """
+    # Spawned processes are safe whatever this one has done; forked ones need half a minute less for their imports. vLLM itself falls
+    # back to spawning where CUDA was used before.
+    method = "fork" if settings.quick_start and gpu and first else "spawn"
     values = {
         "EYAS_FAULT_DIR": str(faults),
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        # Asking for the number of GPUs is enough to make CUDA refuse to start in a forked child.
-        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", method),
     }
     if settings.executor == "ray":
         values["RAY_USAGE_STATS_ENABLED"] = os.environ.get("RAY_USAGE_STATS_ENABLED", "0")
@@ -339,6 +347,8 @@ def engine_arguments(
     if gpu and not eager:
         sizes = [size for size in GRAPH_SIZES if size <= step_tokens]
         arguments["compilation_config"] = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": sizes}
+        if settings.quick_start:
+            arguments["compilation_config"]["backend"] = "eager"
     if not gpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _cpu_cache_bytes()
         if uses_mla(settings.model.path):

@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from eyas.engines import vllm_dummy  # noqa: F401 - registers its load format with vLLM
 from eyas.engines.vllm_capture import Capture, Step
+from eyas.engines.vllm_stop import end_without_collecting
 from eyas.errors import ContractError, EyasError, InputError
 from eyas.logs import attach_process
 from eyas.shard_writer import ShardWriter
@@ -400,6 +401,7 @@ class CaptureWorker(PlatformWorker):
         if self._capture is not None:
             record = self.eyas_close()
             log.info("capture closed at shutdown: %s", {k: v for k, v in record.items() if k != "entries"})
+        end_without_collecting()
         super().shutdown()
 
 
