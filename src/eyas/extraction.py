@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -335,6 +336,7 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
     if settings.engine == "vllm":
         from eyas.engines.vllm import VllmEngine, VllmSettings
 
+        over_ray = settings.distributed_executor_backend == "ray"
         return VllmEngine(
             VllmSettings(
                 info,
@@ -354,6 +356,7 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
                 capture=settings.capture,
                 trace_steps=TRACED_STEPS if settings.trace else 0,
                 replica=settings.replica,
+                shared_folder=Path(settings.output_dir).resolve() if over_ray else None,
             )
         )
     raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
@@ -369,10 +372,12 @@ def _run(
     import time
 
     settings, dataset, engine = job.settings, job.dataset, job.engine
-    part = "shard-*.tmp" if settings.replica[1] == 1 else f"shard-s{settings.replica[0]:03d}*.tmp"
-    for half in folder.glob(part):
+    part = "" if settings.replica[1] == 1 else f"s{settings.replica[0]:03d}"
+    for half in folder.glob(f"shard-{part}*.tmp"):
         log.info("removing half-written %s: it does not count (fault F10)", half.name)
         half.unlink()
+    for left in folder.glob(f".parity-{part}*"):
+        shutil.rmtree(left)
     todo = [batch for batch in job.batches if any(dataset.ids[i] not in job.done for i in batch)]
     new = [i for batch in todo for i in batch if dataset.ids[i] not in job.done]
     new_tokens = int(sum(int(dataset.lengths[i]) for i in new))

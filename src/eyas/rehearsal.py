@@ -123,6 +123,10 @@ def few_samples(dataset: TokenDataset, target: Path, *, max_seq_len: int | None,
     return written
 
 
+def _first_there(folder: Path) -> Path:
+    return folder if folder.is_dir() else _first_there(folder.parent)
+
+
 def rehearse(
     *,
     samples: int = 12,
@@ -130,6 +134,8 @@ def rehearse(
     **options: Any,
 ) -> RehearsalReport:
     """Rehearse an extraction; `options` are those of `eyas.extract` (`output_dir` is not touched).
+
+    What it writes is temporary; with ranks on several hosts (Ray) it lies beside `output_dir`, where every host sees it.
 
     Args:
         samples: how many of the dataset's samples take part.
@@ -158,7 +164,9 @@ def rehearse(
         with_final=options.get("with_final", True),
     )
     layer_map, depth = shallow_ids(asked, info.num_layers)
-    with tempfile.TemporaryDirectory(prefix="eyas-rehearsal-") as base:
+    shared = options.get("distributed_executor_backend") == "ray"
+    beside = _first_there(Path(options["output_dir"]).resolve().parent) if shared else None
+    with tempfile.TemporaryDirectory(prefix="eyas-rehearsal-", dir=beside) as base:
         model = shallow_copy(folder, Path(base) / "model", depth)
         data, store = Path(base) / "samples.jsonl", Path(base) / "store"
         few_samples(

@@ -37,6 +37,7 @@ STORE_FILES = {
     ".manifest.json.*.tmp",
     "trace-*.jsonl",
     "fault-*.json",
+    ".parity-*",
 }
 
 #: dtypes a state can be computed and stored in, by their name in manifests and headers.

@@ -190,7 +190,7 @@ class VllmEngine:
         stop: threading.Event,
     ) -> CaptureResult:
         """Run every sample through the engine once. See `base.Engine.capture`."""
-        replica = f"s{self.settings.replica[0]:03d}" if self.settings.replica[1] > 1 else ""
+        replica = self.settings.replica_name
         opened = {
             "folder": str(folder.resolve()),
             "spec": {**asdict(spec), "layer_ids": list(spec.layer_ids)},

@@ -47,9 +47,10 @@ def engine_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, An
 
     Raises ParityError naming layer, position and figures.
     """
-    info, dtype = engine.settings.model, engine.settings.dtype
-    random_weights = engine.settings.load_format == "dummy"
-    with tempfile.TemporaryDirectory(prefix="eyas-parity-") as base:
+    own = engine.settings
+    info, dtype, random_weights = own.model, own.dtype, own.load_format == "dummy"
+    prefix = f".parity-{own.replica_name}" if own.shared_folder else "eyas-parity-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=own.shared_folder) as base:
         batched = _captured(engine, samples, Path(base) / "batched")
         ordered = sorted(samples, key=len)
         few = list({one.id: one for one in (ordered[0], ordered[-1])}.values())

@@ -52,6 +52,7 @@ class VllmSettings:
         buffers, writer_threads: per rank, see ShardWriter: host memory is buffers x shard bytes. None = room for three steps' states,
             and as many threads as write them while the next step computes.
         native_folder: where `--capture native` lets vLLM put its files, None = a temporary folder.
+        shared_folder: the store, where ranks are on several hosts: parity writes there, since every host sees it. None = a temporary folder.
         kv_cache_bytes: on the CPU, None = chosen by what is free. extra: more arguments for `vllm.LLM`, passed through.
     """
 
@@ -76,8 +77,14 @@ class VllmSettings:
     writer_threads: int | None = None
     kv_cache_bytes: int | None = None
     native_folder: Path | None = None
+    shared_folder: Path | None = None
     worker_cls: str = WORKER
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def replica_name(self) -> str:
+        """`s002` of `--shard 2/8`, in the names of its files; empty when there is one engine."""
+        return f"s{self.replica[0]:03d}" if self.replica[1] > 1 else ""
 
 
 def installed_vllm() -> str:
@@ -297,8 +304,6 @@ def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool, first
     }
     if settings.executor == "ray":
         values["RAY_USAGE_STATS_ENABLED"] = os.environ.get("RAY_USAGE_STATS_ENABLED", "0")
-        # The older Ray executor calls the model runner behind the worker's back: nothing would be captured.
-        values["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
     for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         values[name] = os.environ.get(name, value)
     if not gpu:
@@ -338,7 +343,11 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": 0,
     }
-    if settings.executor is not None:
+    if settings.executor == "ray":
+        from eyas.engines.vllm_ray import RayExecutor
+
+        arguments["distributed_executor_backend"] = RayExecutor
+    elif settings.executor is not None:
         arguments["distributed_executor_backend"] = settings.executor
     if settings.capture == "native":
         arguments |= native_arguments(sorted(layer_ids), native_folder, gpu=gpu)
