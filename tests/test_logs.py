@@ -18,6 +18,8 @@ DRIVER = """
 import ctypes, logging, multiprocessing, os, sys, time
 from eyas import logs, runs
 
+held = None  # the driver's stdout, as a library's log handler keeps it
+
 def worker(rank, what):
     print(f"early {rank}")
     logs.attach_process("rank", rank)
@@ -29,6 +31,8 @@ def worker(rank, what):
     libc.printf(b"C says %d\\n", rank)
     libc.printf(b"C, no newline")
     print(f"print {rank}", end="")
+    if held is not None:
+        print(f"\\nheld by {rank}", file=held)
     if what == "exit":
         os._exit(1)
     if what == "kill":
@@ -44,6 +48,7 @@ def worker(rank, what):
 if __name__ == "__main__":
     how, *what = sys.argv[1:]
     with runs.start("test", log_level="debug") as run:
+        held = sys.stdout
         context = multiprocessing.get_context(how)
         processes = [context.Process(target=worker, args=(rank, one)) for rank, one in enumerate(what)]
         for one in processes:
@@ -93,6 +98,14 @@ def test_what_a_rank_says_before_it_dies_hard_is_kept(drive, how, end):
     (one,) = read_lines(folder, Wanted(ranks=(1,), grep="debug of 1"))
     record = next(r for r in map(json.loads, (folder / "processes.jsonl").read_text().splitlines()) if r["rank"] == 1)
     assert (one.rank, one.pid, one.level, one.stream) == (1, record["pid"], "debug", "log")
+
+
+def test_a_forked_rank_that_writes_to_the_drivers_stream_writes_into_its_own_log(drive):
+    done, folder = drive("fork", "fine", "fine")
+    for rank in (0, 1):
+        assert [line.text for line in read_lines(folder, Wanted(ranks=(rank,), grep="held by"))] == [f"held by {rank}"]
+    assert "held by" not in done.stdout
+    assert not texts(folder, roles=("driver",), grep="held by")
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])

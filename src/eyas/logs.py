@@ -411,12 +411,18 @@ def _after_fork() -> None:
             os.close(writing)
     if old.get("connection") is not None:
         old["connection"].close()
-    if isinstance(sys.stdout, TerminalStream):
-        sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(number, "w", closefd=False)) for number in (1, 2))
-        _unbuffer()
     os.close(old["writer"].descriptor)
     _leave_terminal_group()
     _attach(folder, "fork", None, False)
+    for number, stream in old.get("streams", {}).items():
+        # Libraries hold on to these (vLLM's log handler does): what this process writes there is its own, not the driver's.
+        stream.copy_to = -1
+        os.dup2(number, stream.fileno(), inheritable=False)
+    # Before Python 3.12 a child of multiprocessing leaves by os._exit, without atexit. It clears its finalizers as it begins, so ours is
+    # put in place by what it runs right after that.
+    finalizers = sys.modules.get("multiprocessing.util")
+    if finalizers is not None:
+        finalizers.register_after_fork(_goodbye, lambda goodbye: finalizers.Finalize(None, goodbye, exitpriority=-100))
 
 
 # --- the driver: its terminal, and the end of the run ------------------------------------------------------------------------
@@ -471,7 +477,7 @@ def attach_driver(folder: Path) -> None:
     sys.stdout, sys.stderr = streams
     plain = TerminalStream(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
     set_terminal(plain)
-    _state.update(saved=saved, real=real)
+    _state.update(saved=saved, real=real, streams={1: streams[0], 2: streams[1]})
 
 
 def detach_driver() -> None:
