@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_training import VOCAB, make_target
 
+from eyas.checksums import checksum_metadata
 from eyas.dataset import DatasetWriter, Sample
 from eyas.diagnosis import Finding, check_mask, comparable, diagnose, verdict, why_incomparable
 from eyas.extraction import extract
@@ -56,13 +57,13 @@ def look(root, store):
 
 
 def rewrite(store, change):
-    """Change tensors of a finished store's shards behind its back."""
+    """Change tensors of a finished store's shards as a wrong writer would have written them: with the checksums of what it wrote."""
     for path in store.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
         tensors = load_file(path)
         change(tensors)
-        save_file(tensors, path, metadata=metadata)
+        save_file(tensors, path, metadata={**metadata, **checksum_metadata(tensors)})
 
 
 def test_a_good_store_passes_every_check(root):

@@ -429,6 +429,11 @@ def drop_metadata(key: str):
         (lambda t, m: m.update({"format_version": "99"}), "format version '99'"),
         (lambda t, m: m.update({"format": "other"}), "format is 'other'"),
         (drop_metadata("checksums"), "malformed"),
+        (lambda t, m: m.update({"sample_checksums": "[]"}), "sample_checksums must name hidden.0, hidden.3"),
+        (
+            lambda t, m: m.update({"sample_checksums": m["sample_checksums"].replace('0": "', '0": "0')}),
+            "2 times 16 hex",
+        ),
         (lambda t, m: m.clear(), "format is None"),
     ],
 )
@@ -438,6 +443,58 @@ def test_shards_that_break_a_rule(tmp_path, change, says):
     with pytest.raises(StoreError, match=says) as caught:
         read_shard_header(path)
     assert path.name in str(caught.value)
+
+
+# --- content that changed after it was written ------------------------------------------------------------------------
+
+
+def flip(path: Path, tensor: str, row: int) -> None:
+    """Flip one bit in a tensor's row on the disk."""
+    raw = bytearray(path.read_bytes())
+    length = struct.unpack("<Q", raw[:8])[0]
+    entry = json.loads(raw[8 : 8 + length])[tensor]
+    begin, end = entry["data_offsets"]
+    raw[8 + length + begin + row * (end - begin) // entry["shape"][0]] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(("store_dtype", "part"), [("bfloat16", "hidden"), ("fp8", "hidden"), ("fp8", "scale")])
+def test_a_sample_is_compared_with_its_checksums_when_it_is_read(tmp_path, store_dtype, part):
+    write_store(tmp_path, make_samples([10, 12, 9]), make_spec(store_dtype, "bfloat16"), tokens_per_shard=100)
+    (path,) = tmp_path.glob("shard-*.safetensors")
+    flip(path, f"{part}.4", row=21)  # the second sample's last token
+    states = open_states(tmp_path)
+    with pytest.raises(StoreError, match=rf"(?s){path.name}: sample {states.ids[1]}, {part}.4: .*changed.*delete"):
+        states[1]
+    with pytest.raises(StoreError, match="changed"):
+        states[1]  # not only once
+    assert [len(states[i]) for i in (0, 2)] == [10, 9]
+    assert len(states.tokens(1)[0]) == 12
+    assert len(open_states(tmp_path, layers=[3, 0])[1]) == 12  # only what is read is compared
+    assert len(open_states(tmp_path, check=False)[1]) == 12
+
+
+@pytest.mark.parametrize("tensor", ["token_ids", "loss_mask"])
+def test_tokens_and_masks_are_compared_with_the_sample_s_id(tmp_path, tensor):
+    path = shard_file(tmp_path)
+    flip(path, tensor, row=3)
+    states = open_states(tmp_path)
+    for read in (states.tokens, states.__getitem__):
+        with pytest.raises(StoreError, match=rf"{path.name}: sample {states.ids[0]}: the id of its tokens and mask"):
+            read(0)
+    assert len(states[1]) == 12
+
+
+def test_a_shard_without_checksums_by_sample_is_compared_whole(tmp_path):
+    path = shard_file(tmp_path)
+    assert open_states(tmp_path).compared_whole == []
+    rewrite(path, drop_metadata("sample_checksums"))
+    states = open_states(tmp_path)
+    assert states.compared_whole == [path]
+    assert torch.equal(states[1].hidden[4], states_of(make_samples([10, 12])[1], 4))
+    flip(path, "hidden.0", row=15)
+    with pytest.raises(StoreError, match=rf"{path.name}: one of its 2 samples .*hidden.0"):
+        open_states(tmp_path)[0]
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------

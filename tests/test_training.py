@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from test_store import flip
 
 import eyas
 from eyas.checkpoints import list_checkpoints
@@ -18,6 +19,7 @@ from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.extraction import extract
 from eyas.loader import plan_epoch, split_by_prompt
 from eyas.model_files import describe_model
+from eyas.store import open_states
 from eyas.teacher import load_target_parts
 from eyas.training import train
 from eyas.verification import verify
@@ -319,3 +321,31 @@ def test_first_weights_can_be_chosen_and_change_what_they_name(work):
 def test_public_name_and_model_path_resolution(work):
     assert eyas.train is train
     assert resolve_model_path(str(work / "target")) == work / "target"
+
+
+def test_a_byte_flipped_after_verify_stops_the_run_before_its_step(work):
+    """The thread that reads ahead finds it, at the sample's first use: earlier steps are trained, the damaged one is not."""
+    make_dataset(work / "flipped-data", count=160, seed=1)
+    extract(
+        model_path=str(work / "target"),
+        prepared_data=str(work / "flipped-data"),
+        output_dir=str(work / "flipped-store"),
+        layer_ids=[1, 3, 5],
+        dtype="float32",
+    )
+    assert verify(work / "flipped-store", recompute=0).problems == []
+    states = open_states(work / "flipped-store")
+    masks = [tuple(tensor.numpy().copy() for tensor in states.tokens(i)) for i in range(len(states))]
+    train_on = split_by_prompt(states.ids, masks, 0.2, least=8).train
+    steps = plan_epoch(train_on, states.lengths, batch_tokens=200, parts=1, seed=0, epoch=0)
+    scaled = set(
+        train_on[:: len(train_on) // 64][:64].tolist()
+    )  # read before the first step, to measure the states' scale
+    late = next(n for n in range(5, len(steps)) if set(steps[n][0].tolist()) - scaled)
+    victim = next(p for p in steps[late][0].tolist() if p not in scaled)
+    (shard,) = (work / "flipped-store").glob("shard-*.safetensors")
+    flip(shard, "hidden.3", row=int(states.lengths[:victim].sum()))
+    with pytest.raises(StoreError, match=f"{shard.name}: sample {states.ids[victim]}, hidden.3") as caught:
+        train(**options(work, "flipped", states=work / "flipped-store", steps=len(steps), eval_every=1000))
+    assert "fill" in [entry.name for entry in caught.traceback]  # the loader's thread
+    assert max(line["step"] for line in curve(work / "flipped")) == late

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import eyas
+from eyas.checksums import checksum_metadata
 from eyas.errors import InputError, StoreError
-from eyas.store import tensor_checksum
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def rewrite(path, change, keep_checksums=False):
         metadata = dict(file.metadata())
     change(tensors)
     if not keep_checksums:
-        metadata["checksums"] = json.dumps({name: tensor_checksum(t) for name, t in tensors.items()})
+        metadata.update(checksum_metadata(tensors))
     save_file(tensors, path, metadata)
 
 
@@ -80,6 +80,15 @@ def test_one_flipped_bit(store):
     assert path.name in problem
     assert "the content changed after it was written" in problem
     assert not json.loads((store / "manifest.json").read_text())["verified"]["passed"]
+
+
+def test_checksums_of_samples_that_are_not_those_of_the_content(store):
+    path = shards(store)[0]
+    raw = path.read_bytes()
+    at = raw.index(b"sample_checksums") + raw[raw.index(b"sample_checksums") :].index(b"hidden.3") + 14
+    path.write_bytes(raw[:at] + (b"0" if raw[at : at + 1] != b"0" else b"1") + raw[at + 1 :])
+    (problem,) = problems(store)
+    assert f"{path.name}: the header's checksums of single samples of hidden.3" in problem
 
 
 @pytest.mark.parametrize(

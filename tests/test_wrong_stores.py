@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from test_diagnosis import rewrite
+from test_store import flip
 from test_training import VOCAB, make_target, options
 
-from eyas.acceptance import evaluate
+from eyas.acceptance import baseline_guessers, evaluate
 from eyas.dataset import DatasetWriter, Sample
+from eyas.errors import StoreError
 from eyas.extraction import extract
 from eyas.model_files import describe_model
 from eyas.speculation import Target, decode
+from eyas.store import open_states
 from eyas.teacher import final_norm, load_target_parts
 from eyas.training import train
 
@@ -142,6 +145,25 @@ def test_a_draft_of_a_wrong_store_is_recognised(world, name, shift, change, chec
     assert [found["name"] for found in failed] == [check]
     assert text in failed[0]["text"]
     assert f"this check of its store fails: {check}" in report["diagnosis"]["verdict"]
+
+
+@pytest.mark.parametrize("tensor", ["hidden.3", "token_ids"])
+def test_a_store_that_was_damaged_since_is_named_and_the_draft_is_measured_all_the_same(world, tensor):
+    root, samples = world
+    store = make_store(root, samples, f"damaged-{tensor}")
+    draft = train_draft(root, f"damaged-{tensor}")
+    (shard,) = store.glob("shard-*.safetensors")
+    flip(shard, tensor, row=0)
+    report = measure(root, draft)
+    (check,) = report["diagnosis"]["checks"]
+    assert (check["name"], check["ok"]) == ("content", False)
+    assert f"{shard.name}: sample {open_states(store).ids[0]}" in check["text"]
+    assert "its store is damaged now, this check of its store fails: content" in report["diagnosis"]["verdict"]
+    assert report["overall"]["acceptance_length"] >= 1
+    assert ("n-gram" in report["overall"]["baselines"]) == (tensor == "hidden.3")
+    if tensor == "token_ids":  # asked for by name, it is an error
+        with pytest.raises(StoreError, match=shard.name):
+            baseline_guessers(store)
 
 
 def test_the_command_says_so(world, tmp_path):

@@ -94,10 +94,10 @@ def evaluate(
     model, manifest = load_for(draft, info, place, compute)
     tokenizer = load_tokenizer(model_path, trust_remote_code)
     sets = load_sets(prompts, tokenizer, limit)
+    store = (manifest.get("store") or {}).get("path")
+    guessers, damage = baseline_guessers(ngram_data, store)
     target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
     end_ids = end_tokens(target.model, tokenizer)
-    store = (manifest.get("store") or {}).get("path")
-    guessers = baseline_guessers(ngram_data or (store if store and Path(store).exists() else None))
     results = []
     for one in sets:
         found = measure(
@@ -144,7 +144,7 @@ def evaluate(
             del figures["replies"]
             put_beside(figures, report["sets"][one_name])
         report["vllm"] = served
-    report["diagnosis"] = explain(report, manifest, target, info, tokenizer, end_ids, diagnose)
+    report["diagnosis"] = explain(report, manifest, target, info, tokenizer, end_ids, diagnose, damage)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_json(Path(output) / "acceptance.json", report)
@@ -219,12 +219,16 @@ def explain(
     tokenizer: Any,
     end_ids: Sequence[int],
     wanted: bool | None,
+    damage: str | None = None,
 ) -> dict[str, Any]:
-    """The measured figure against the simulated one, and the checks of the store that the draft was trained on."""
+    """The measured figure against the simulated one, and the checks of the store that the draft was trained on.
+
+    damage: what was found wrong with the store's content before.
+    """
     from eyas import diagnosis
     from eyas.store import open_states
 
-    findings: list[diagnosis.Finding] = []
+    findings = [diagnosis.Finding(diagnosis.CONTENT, False, damage)] if damage else []
     store = (manifest.get("store") or {}).get("path")
     unchecked = None
     if not store:
@@ -233,19 +237,22 @@ def explain(
         unchecked = "the store was not to be checked"
     elif not (Path(store) / MANIFEST).exists():
         unchecked = f"its store {store} is not there any more"
-    else:
-        states = open_states(store)
-        if states.manifest["dataset"]["hash"] != manifest.get("dataset_hash"):
-            unchecked = f"{store} holds other samples now than those it was trained on"
-        else:
-            findings = diagnosis.diagnose(
-                states,
-                Target(target.model, range(info.num_layers + 1)),
-                load_target_parts(info),
-                end_ids,
-                prompt_end=diagnosis.generation_prompt(tokenizer),
-                experts=info.is_moe,
-            )
+    elif not damage:
+        try:
+            states = open_states(store)
+            if states.manifest["dataset"]["hash"] != manifest.get("dataset_hash"):
+                unchecked = f"{store} holds other samples now than those it was trained on"
+            else:
+                findings = diagnosis.diagnose(
+                    states,
+                    Target(target.model, range(info.num_layers + 1)),
+                    load_target_parts(info),
+                    end_ids,
+                    prompt_end=diagnosis.generation_prompt(tokenizer),
+                    experts=info.is_moe,
+                )
+        except StoreError as error:  # the draft was measured all the same
+            findings = [diagnosis.Finding(diagnosis.CONTENT, False, error.what)]
     pair = diagnosis.comparable(report)
     return {
         "verdict": diagnosis.verdict(pair, findings, unchecked, diagnosis.why_incomparable(report)),
@@ -302,24 +309,46 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def baseline_guessers(data: str | Path | None) -> dict[str, Guesser]:
-    """Prompt lookup always; n-gram and both together when there are replies to count (a store or a dataset)."""
+def baseline_guessers(
+    data: str | Path | None, store: str | Path | None = None
+) -> tuple[dict[str, Guesser], str | None]:
+    """Prompt lookup always; n-gram and both together when there are replies to count.
+
+    Args:
+        data: a store or a dataset; default: `store`, the draft's own, if it still is there.
+
+    Returns:
+        name -> guesser, and what is wrong with the draft's own store: then it is not counted, and the draft is measured all the same.
+
+    Raises:
+        StoreError: `data` is damaged, or neither store nor dataset.
+    """
     guessers: dict[str, Guesser] = {"prompt lookup": prompt_lookup}
-    if data is None:
-        return guessers
-    table = NgramTable(read_replies(Path(data)))
-    return {**guessers, "n-gram": table, "lookup, then n-gram": lookup_then_table(table)}
+    if data is None and (store is None or not (Path(store) / MANIFEST).exists()):
+        return guessers, None
+    try:
+        table = NgramTable(read_replies(Path(data or store or "")))
+    except StoreError as error:
+        if data is not None:
+            raise
+        return guessers, error.what
+    return {**guessers, "n-gram": table, "lookup, then n-gram": lookup_then_table(table)}, None
 
 
 def read_replies(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(token_ids, loss_mask) of every sample of a state store or a token dataset."""
+    """(token_ids, loss_mask) of every sample of a state store or a token dataset.
+
+    Raises:
+        StoreError: it is neither, or a sample is not what was written.
+    """
     from eyas.dataset import open_dataset
+    from eyas.dataset_view import is_dataset
     from eyas.store import open_states
 
-    try:
-        return [(s.token_ids.numpy().copy(), s.loss_mask.numpy().copy()) for s in open_states(path)]
-    except StoreError:
+    if is_dataset(path):
         return [(s.token_ids, s.loss_mask) for s in open_dataset(path)]
+    states = open_states(path)
+    return [(ids.numpy().copy(), mask.numpy().copy()) for ids, mask in map(states.tokens, range(len(states)))]
 
 
 def measure(

@@ -28,6 +28,8 @@ SUSPICIOUS = 0.85
 SAME_TOKENS = 0.9
 #: Largest relative distance of a stored layer to a fresh one (bf16 and fp8 stores of dense models: below 0.05).
 FAR = 0.3
+#: The check that fails when the store's bytes are not those that were written; then no other is made.
+CONTENT = "content"
 #: A sample is read up to here: attention is causal, so the states of its beginning are the same, and memory stays small.
 MOST_TOKENS = 512
 
@@ -162,8 +164,8 @@ def check_mask(states: States, end_ids: Sequence[int], prompt_end: Sequence[int]
     ends: Counter[int] = Counter()  # how far the mask ends behind the end token
     before = list(prompt_end)[-4:]
     for index in range(min(samples, len(states))):
-        sample = states[index]
-        ids, mask = sample.token_ids.tolist(), sample.loss_mask.numpy().astype(np.int8)
+        token_ids, loss_mask = states.tokens(index)
+        ids, mask = token_ids.tolist(), loss_mask.numpy().astype(np.int8)
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             if begin == 0:  # everything is supervised: there is no answer's place to miss
@@ -268,9 +270,9 @@ def verdict(
     failed = [f"{f.name} ({f.text})" for f in findings if not f.ok]
     if failed:
         figures = "" if pair is None else ", which agree" if same else ", which disagree"
-        return (
-            f"{line}{figures}; the draft was trained on wrong data, this check of its store fails: {'; '.join(failed)}"
-        )
+        damaged = all(f.name == CONTENT for f in findings if not f.ok)
+        what = "its store is damaged now" if damaged else "the draft was trained on wrong data"
+        return f"{line}{figures}; {what}, this check of its store fails: {'; '.join(failed)}"
     checked = f"no check ran, {unchecked}" if unchecked else "every check of the store passed"
     if pair is None:
         return f"{line}; {checked}"

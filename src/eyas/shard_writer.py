@@ -26,10 +26,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from eyas.checksums import checksum_metadata
 from eyas.dataset import Sample
 from eyas.errors import ContractError, DiskFullError, StoreError
 from eyas.manifest import fsync_folder
-from eyas.store import DTYPES, StoreSpec, ids_to_words, tensor_checksum, zero_states
+from eyas.store import DTYPES, StoreSpec, ids_to_words, zero_states
 
 log = logging.getLogger(__name__)
 
@@ -360,8 +361,7 @@ class ShardWriter:
                 statistics[str(i)]["fp8_relative_l2"] = error
             else:
                 tensors[f"hidden.{i}"] = rows
-        checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-        metadata = {**self.spec.metadata(), "checksums": json.dumps(checksums), "norms": json.dumps(statistics)}
+        metadata = {**self.spec.metadata(), **checksum_metadata(tensors), "norms": json.dumps(statistics)}
         with self._changed:
             path = self.folder / f"shard-{self.name}-{self._sequence:05d}.safetensors"
             self._sequence += 1

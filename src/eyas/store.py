@@ -4,7 +4,8 @@
              shard-<writer>-<seq>.safetensors   whole samples, ragged, one tensor per layer
              ledger.jsonl                   one line for each sample that was not written, with the reason
 
-Reading maps files into memory: opening costs the headers, `states[i]` costs the rows of one sample and the layers asked for.
+Reading maps files into memory: opening costs the headers, `states[i]` costs the rows of one sample and the layers asked for. The first
+time, these rows are compared with their checksums: what changed on the disk after `eyas verify` is found before anyone uses it.
 Writing is in `shard_writer.py`; checking a whole store in `verification.py`.
 """
 
@@ -18,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
+from eyas.checksums import of_states, read_sample_checksums, states_changed
+from eyas.dataset import sample_id
 from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.manifest import MANIFEST, differing_fields, made_by, now, read_manifest, write_json
 
@@ -172,7 +174,8 @@ def refuse_other_states(folder: Path, spec: StoreSpec) -> dict[str, Any] | None:
 class ShardHeader:
     """What a shard says of itself, checked for structure but not yet for content.
 
-    `sample_ids` are hex; sample j holds rows `offsets[j]:offsets[j + 1]` of every tensor.
+    `sample_ids` are hex; sample j holds rows `offsets[j]:offsets[j + 1]` of every tensor. `sample_checksums`: tensor name -> 16 hex
+    digits for each sample, joined; empty for shards of an eyas that wrote none.
     """
 
     path: Path
@@ -181,6 +184,7 @@ class ShardHeader:
     offsets: np.ndarray
     layer_ids: tuple[int, ...]
     checksums: dict[str, str]
+    sample_checksums: dict[str, str]
 
     @property
     def tokens(self) -> int:
@@ -197,11 +201,6 @@ def words_to_ids(words: torch.Tensor) -> tuple[str, ...]:
     """Inverse of `ids_to_words`."""
     raw = words.numpy().astype("<i8").tobytes()
     return tuple(raw[i : i + 16].hex() for i in range(0, len(raw), 16))
-
-
-def tensor_checksum(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a contiguous tensor's bytes, in hex."""
-    return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def zero_states(layer_id: int, norms: torch.Tensor) -> torch.Tensor:
@@ -290,7 +289,11 @@ def read_shard_header(path: Path) -> ShardHeader:
     ids = words_to_ids(file.get_tensor("sample_ids"))
     if len(set(ids)) != n:
         raise wrong("a sample id stands twice in this shard")
-    return ShardHeader(path, metadata, ids, offsets, layer_ids, checksums)
+    try:
+        by_sample = read_sample_checksums(metadata, {name for name in wanted if of_states(name)}, n)
+    except ValueError as error:
+        raise wrong(f"its metadata is malformed: {error}") from None
+    return ShardHeader(path, metadata, ids, offsets, layer_ids, checksums, by_sample)
 
 
 _SAFETENSORS_NAME = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
@@ -330,9 +333,19 @@ class States(torch.utils.data.Dataset[StateSample]):
 
     Samples come in the order of shard names, then of rows. Tensors are views of the memory map unless the store is fp8
     (then they are dequantised copies).
+
+    The first time that a sample is read, what is read of it is compared with its checksums (`check=False`: not). A shard without
+    checksums by sample, of an earlier eyas, is then compared whole, which costs its whole reading once.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], headers: Sequence[ShardHeader], layer_ids: Sequence[int]):
+    def __init__(
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        headers: Sequence[ShardHeader],
+        layer_ids: Sequence[int],
+        check: bool = True,
+    ):
         self.path, self.manifest, self.layer_ids = path, manifest, tuple(layer_ids)
         self._headers = list(headers)
         self.ids: list[str] = [one for header in headers for one in header.sample_ids]
@@ -346,9 +359,16 @@ class States(torch.utils.data.Dataset[StateSample]):
                 f"{path}: sample {twice} stands in two shards (fault F11)", "two runs were mixed; make the store anew"
             )
         self._files: dict[int, Any] = {}
+        # What need not be compared (again). Two arrays, since two threads may read, and setting one element disturbs no other.
+        self._tokens_sound, self._states_sound = (np.full(len(self.ids), not check) for _ in range(2))
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def compared_whole(self) -> list[Path]:
+        """Shards that hold no checksums by sample."""
+        return [header.path for header in self._headers if not header.sample_checksums]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}
@@ -358,16 +378,14 @@ class States(torch.utils.data.Dataset[StateSample]):
         return self._position[sample_id]
 
     def __getitem__(self, index: int) -> StateSample:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} in a store of {len(self)} samples")
-        index %= len(self)
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        header = self._headers[shard]
-        if shard not in self._files:
-            self._files[shard] = open_shard(header.path)
-        file = self._files[shard]
-        at = index - int(self._starts[shard])
-        rows = slice(int(header.offsets[at]), int(header.offsets[at + 1]))
+        """One sample.
+
+        Raises:
+            StoreError: its content is not what was written, or its shard is gone. IndexError.
+        """
+        token_ids, loss_mask = self.compare(index)
+        _, shard, at, rows = self._place(index)
+        header, file = self._headers[shard], self._file(shard)
         hidden = {}
         for i in self.layer_ids:
             tensor = file.get_tensor(f"hidden.{i}")[rows]
@@ -375,8 +393,54 @@ class States(torch.utils.data.Dataset[StateSample]):
                 scale = file.get_tensor(f"scale.{i}")[rows]
                 tensor = (tensor.float() * scale[:, None]).to(DTYPES[header.metadata["dtype"]])
             hidden[i] = tensor
-        return StateSample(
-            header.sample_ids[at], file.get_tensor("token_ids")[rows], file.get_tensor("loss_mask")[rows], hidden
+        return StateSample(header.sample_ids[at], token_ids, loss_mask, hidden)
+
+    def compare(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compare a sample with its checksums, unless it was, so that `states[index]` need not; gives what `tokens` does. Raises as that."""
+        tokens_and_mask = self.tokens(index)
+        index, shard, at, _ = self._place(index)
+        if not self._states_sound[index]:
+            header = self._headers[shard]
+            changed = states_changed(header, self._file(shard), at, self.layer_ids)
+            if changed:
+                raise self._changed(shard, changed)
+            count = 1 if header.sample_checksums else len(header.sample_ids)
+            first = index if header.sample_checksums else int(self._starts[shard])
+            self._states_sound[first : first + count] = True
+        return tokens_and_mask
+
+    def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_ids` [T] int32 and `loss_mask` [T] uint8 of one sample; no state is read. Raises as `states[i]`."""
+        index, shard, _, rows = self._place(index)
+        file = self._file(shard)
+        token_ids, loss_mask = file.get_tensor("token_ids")[rows], file.get_tensor("loss_mask")[rows]
+        if not self._tokens_sound[index]:
+            found = sample_id(token_ids.numpy(), loss_mask.numpy())
+            if found != self.ids[index]:
+                raise self._changed(shard, f"sample {self.ids[index]}: the id of its tokens and mask is {found} now")
+            self._tokens_sound[index] = True
+        return token_ids, loss_mask
+
+    def _place(self, index: int) -> tuple[int, int, int, slice]:
+        """Position (0..n-1), its shard, its place in the shard, its rows there."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} in a store of {len(self)} samples")
+        index %= len(self)
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        at = index - int(self._starts[shard])
+        offsets = self._headers[shard].offsets
+        return index, shard, at, slice(int(offsets[at]), int(offsets[at + 1]))
+
+    def _file(self, shard: int) -> Any:
+        if shard not in self._files:
+            self._files[shard] = open_shard(self._headers[shard].path)
+        return self._files[shard]
+
+    def _changed(self, shard: int, what: str) -> StoreError:
+        return StoreError(
+            f"{self._headers[shard].path}: {what}; the content changed after it was written",
+            "delete this one file, run the same `eyas extract` again (only its samples are made anew), then `eyas verify`; "
+            "if it comes again, look at the disk",
         )
 
     def __iter__(self) -> Iterator[StateSample]:
@@ -405,13 +469,16 @@ def differences_from_manifest(header: ShardHeader, manifest: dict[str, Any]) -> 
     return differing_fields(said, want)
 
 
-def open_states(path: str | Path, layers: Sequence[int] | None = None, *, allow_open: bool = False) -> States:
+def open_states(
+    path: str | Path, layers: Sequence[int] | None = None, *, allow_open: bool = False, check: bool = True
+) -> States:
     """Open a state store for reading.
 
     Args:
         path: the store's folder.
         layers: read only these ids (default: all, in the store's order).
         allow_open: also read a store whose run has not finished.
+        check: compare each sample with its checksums when it is first read.
 
     Raises:
         StoreError: no store, a damaged shard, shards that disagree with the manifest, an unfinished run.
@@ -445,4 +512,4 @@ def open_states(path: str | Path, layers: Sequence[int] | None = None, *, allow_
         raise InputError(
             f"{path} holds layers {manifest['layer_ids']}, not {unknown}", "extract them, or ask for others"
         )
-    return States(path, manifest, headers, layers or manifest["layer_ids"])
+    return States(path, manifest, headers, layers or manifest["layer_ids"], check)

@@ -198,6 +198,13 @@ class _Run:
             len(self.split.train),
             len(self.held_out),
         )
+        old = self.states.compared_whole
+        if old:
+            log.info(
+                "%d of the store's shards have no checksums by sample (an earlier eyas wrote them): each is read whole when "
+                "a sample of it is first used",
+                len(old),
+            )
         return self._loop()
 
     def _threads(self) -> int:
@@ -210,8 +217,8 @@ class _Run:
         return sensible_threads()
 
     def _mask(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        sample = self.states[index]
-        return sample.token_ids.numpy().copy(), sample.loss_mask.numpy().copy()
+        token_ids, loss_mask = self.states.tokens(index)
+        return token_ids.numpy().copy(), loss_mask.numpy().copy()
 
     def _new_draft(self, config: DraftConfig, parts: Any) -> Draft:
         s = self.settings

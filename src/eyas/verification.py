@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eyas.checksums import checksums_of
 from eyas.dataset import Sample, sample_id
 from eyas.embedded import resolve_model_path
 from eyas.errors import EyasError, InputError, StoreError
@@ -32,7 +33,6 @@ from eyas.store import (
     open_shard,
     open_states,
     read_shard_header,
-    tensor_checksum,
     write_store_manifest,
     zero_states,
 )
@@ -136,10 +136,15 @@ def _check_shard(
         )
     file = open_shard(path)
     for name, want in header.checksums.items():
-        got = tensor_checksum(file.get_tensor(name))
+        got, by_sample = checksums_of(name, file.get_tensor(name), header.offsets)
         if got != want:
             raise StoreError(
                 f"{path}: {name} has checksum {got}, its header says {want}: the content changed after it was written",
+                "delete this one file and run the same `eyas extract` again",
+            )
+        if by_sample != header.sample_checksums.get(name, by_sample):
+            raise StoreError(
+                f"{path}: the header's checksums of single samples of {name} are not those of its content",
                 "delete this one file and run the same `eyas extract` again",
             )
     token_ids, loss_mask = file.get_tensor("token_ids").numpy(), file.get_tensor("loss_mask").numpy()
