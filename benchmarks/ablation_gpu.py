@@ -4,7 +4,7 @@
 
 DIR holds `states` (`acceptance_gpu.py --folder DIR --stages answer extract`). Each job trains one draft for `--steps` optimizer steps and
 counts the best simulated acceptance length on held-out samples (greedy answers' share of it is the real figure, see docs/training.md).
-Jobs run seed by seed, `--processes` at a time on one GPU, until `--seconds` are over: jobs that have not begun by then are left out, and
+Jobs run seed by seed, `--processes` at a time on one GPU (the first one alone: it compiles what the others then find compiled), until `--seconds` are over: jobs that have not begun by then are left out, and
 the same call with the same `--json` goes on with them. Printed: a Markdown table, mean and spread over seeds, and the difference to the
 unchanged recipe with the seeds paired. `key=value` changes the recipe of all rows.
 """
@@ -153,12 +153,15 @@ def main() -> None:
         f"{len(jobs)} jobs of {steps} steps, {arguments.processes} at a time, {len(results)} results kept", flush=True
     )
     context = multiprocessing.get_context("spawn")
+    threads = str(max(1, (os.cpu_count() or 1) // arguments.processes))
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(name, threads)  # each process would take all cores
     running: dict[Future, tuple[str, int]] = {}
     slowest = 0.0
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         begun: dict[Future, float] = {}
         while jobs or running:
-            while jobs and len(running) < arguments.processes:
+            while jobs and len(running) < (arguments.processes if results else 1):
                 if time.monotonic() - began + slowest > arguments.seconds:
                     print(f"out of time: {len(jobs)} jobs not begun", flush=True)
                     jobs = []
