@@ -193,7 +193,6 @@ def test_two_pipeline_stages(vllm_model: Callable[[str], Path], tmp_path: Path) 
     ("settings", "message"),
     [
         ({"executor": "ray"}, "no Ray executor|Ray is not installed"),
-        ({"expert_parallel": True}, "expert parallelism"),
         ({"pp_size": 2, "capture": "hooks"}, "one pipeline stage"),
         ({"tp_size": 3}, "4 attention heads do not divide by 3"),
         ({"max_seq_len": 1000}, "more than the model's 512 positions"),

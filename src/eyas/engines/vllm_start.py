@@ -150,11 +150,22 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
             f"--tp-size {tp}: the model's {kv} KV heads and {tp} ranks do not divide one another",
             "use another --tp-size",
         )
-    for name, width in _split_widths(info.path).items():
+    for name, width in _split_widths(info.path, expert_parallel=settings.expert_parallel).items():
         if width % tp:
             raise PreflightError(
                 f"--tp-size {tp}: the model's {name} {width} does not divide by {tp}", "use another --tp-size"
             )
+    if settings.expert_parallel and not gpu:
+        raise PreflightError(
+            "expert parallelism crashes vLLM's CPU build: its expert kernels leave out the map from all experts to a rank's own, and "
+            "read weights that the rank does not hold",
+            "leave out --expert-parallel, or use a GPU",
+        )
+    if settings.expert_parallel and tp == 1:
+        raise PreflightError(
+            "--expert-parallel with --tp-size 1: there is one rank, which holds every expert",
+            "use --tp-size 2 or more, or leave out --expert-parallel",
+        )
     ranks = tp * settings.pp_size
     if gpu and settings.executor != "ray" and ranks > torch.cuda.device_count():
         raise PreflightError(
@@ -163,8 +174,6 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
         )
     if settings.executor == "ray":
         _refuse_ray(ranks, gpu=gpu)
-    if settings.expert_parallel and not gpu:
-        raise PreflightError("expert parallelism crashes vLLM's CPU build", "leave out --expert-parallel, or use a GPU")
     if settings.pp_size > 1 and installed_vllm().startswith("0.26"):
         raise PreflightError(
             "vLLM 0.26 does not pass auxiliary states through pipeline stages", "use --pp-size 1, or vLLM 0.32 or later"
@@ -234,12 +243,16 @@ def ray_devices(key: str) -> float | None:
         ray.shutdown()
 
 
-def _split_widths(folder: Path) -> dict[str, int]:
-    """Widths that tensor parallelism splits, beside the heads."""
+def _split_widths(folder: Path, *, expert_parallel: bool) -> dict[str, int]:
+    """Widths that tensor parallelism splits, beside the heads. Expert parallelism leaves experts whole, and splits the shared ones."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    return {name: text[name] for name in names if isinstance(text.get(name), int)}
+    widths = {name: text[name] for name in names if isinstance(text.get(name), int)}
+    if expert_parallel and "moe_intermediate_size" in widths:
+        shared = widths.pop("moe_intermediate_size") * (text.get("n_shared_experts") or 0)
+        widths["width of shared experts"] = shared
+    return widths
 
 
 def _is_multimodal(folder: Path) -> bool:
