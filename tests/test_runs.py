@@ -540,6 +540,23 @@ def test_detached_extract_stopped_then_resumed_then_complete(slow_extract, tmp_p
     shutil.rmtree(tmp_path / "out")
 
 
+def test_a_detached_run_says_each_line_once(state, tmp_path, tiny_model, token_rows):
+    flags = ["extract", "--model-path", str(tiny_model("llama")), "--prepared-data", str(token_rows([8, 9]))]
+    flags += ["--output-dir", str(tmp_path / "out"), "--layer-ids"]
+
+    def run(*more):
+        run_id = eyas(*flags, *more, "--detach").split()[0]
+        wait_for(lambda: runs.find(run_id).ended, 120)
+        lines = [json.loads(line) for line in eyas("runs", "logs", run_id, "--json").splitlines()]
+        return [(line["role"], line["text"]) for line in lines]
+
+    said = run("1")
+    assert "extracting" in "".join(text for role, text in said if role == "driver")
+    assert [text for role, text in said if role == "launch"] == []
+    said = run("77")  # no such layer: what the command says when its run is over is kept too
+    assert any(text.startswith("error: ") for role, text in said if role == "launch")
+
+
 def test_samples_that_were_not_written_end_the_run_with_a_code_of_its_own(state, tmp_path, tiny_model, token_rows):
     flags = ["extract", "--model-path", str(tiny_model("llama")), "--prepared-data", str(token_rows([8, 60, 9]))]
     flags += ["--output-dir", str(tmp_path / "out"), "--layer-ids", "1", "--max-seq-len", "20"]

@@ -454,9 +454,13 @@ class TerminalStream(io.TextIOWrapper):
                 self.gone = True
 
 
-def attach_driver(folder: Path) -> None:
+def attach_driver(folder: Path, watched: bool = True) -> None:
     """Attach the run's first process. What it prints still reaches the terminal; what C code in it, or a child that is not Python,
-    prints reaches the terminal through the keeper. Undone by `detach_driver`."""
+    prints reaches the terminal through the keeper. Undone by `detach_driver`.
+
+    watched: False for a run in the background, whose stdout and stderr are a file of the run's logs: what the keeper writes down would
+    stand there a second time.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     saved = (sys.stdout, sys.stderr)
@@ -464,20 +468,23 @@ def attach_driver(folder: Path) -> None:
     os.environ[RUN_DIR_VARIABLE] = str(folder)
     paths = [_STARTUP, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != _STARTUP)]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    _attach(folder, "driver", None, True, terminal=real)
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    _attach(folder, "driver", None, True, terminal=real if watched else (nowhere, nowhere))
+    # Without a keeper (it cannot be started, or this is no Linux) that file is the only one that has the lines.
+    shown = real if watched or not _state.get("pipes") else (nowhere, nowhere)
     streams = []
     for number, name in ((0, "terminal-stdout"), (1, "terminal-stderr")):
         stream = TerminalStream(
-            io.FileIO(os.dup(real[number]), "w"), encoding="utf-8", errors="replace", write_through=True
+            io.FileIO(os.dup(shown[number]), "w"), encoding="utf-8", errors="replace", write_through=True
         )
         pipe = _state.get("pipes", {}).get(name)
         if pipe:
             stream.copy_to = pipe[1]
         streams.append(stream)
     sys.stdout, sys.stderr = streams
-    plain = TerminalStream(io.FileIO(os.dup(real[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
+    plain = TerminalStream(io.FileIO(os.dup(shown[1]), "w"), encoding="utf-8", errors="replace", write_through=True)
     set_terminal(plain)
-    _state.update(saved=saved, real=real, streams={1: streams[0], 2: streams[1]})
+    _state.update(saved=saved, real=real, nowhere=nowhere, streams={1: streams[0], 2: streams[1]})
 
 
 def detach_driver() -> None:
@@ -517,7 +524,7 @@ def detach_driver() -> None:
         os.environ.pop(name, None)
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != _STARTUP]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    for descriptor in _state["real"]:
+    for descriptor in (*_state["real"], _state["nowhere"]):
         os.close(descriptor)
     _state.clear()
 

@@ -281,7 +281,7 @@ def start(
     write_json(folder / "run.json", record)
     run = _current = Run(record["id"], folder, record)
     os.environ[RUN_ID_VARIABLE] = run.id
-    logs.attach_driver(folder)
+    logs.attach_driver(folder, watched=assigned is None)
     restore = _gentle_signals()
     run._begin()
     logger.info("run %s: %s", run.id, " ".join([command, *argv[1:]]))
