@@ -13,6 +13,7 @@ from test_training import VOCAB, make_target, options
 
 from eyas.acceptance import baseline_guessers, evaluate
 from eyas.dataset import DatasetWriter, Sample
+from eyas.draft_view import describe_draft
 from eyas.errors import StoreError
 from eyas.extraction import extract
 from eyas.model_files import describe_model
@@ -123,6 +124,20 @@ def test_a_draft_of_a_right_store_raises_no_alarm(world):
     assert len(report["diagnosis"]["checks"]) == 4
     assert report["diagnosis"]["verdict"].endswith("they agree; every check of the store passed")
     assert report["overall"]["acceptance_length"] > 1.2
+    assert dict(describe_draft(root / "right-draft"))["measured"] == "not yet: `eyas eval`"
+    prompts = [str(root / "heldout.jsonl")]
+    report = evaluate(
+        root / "right-draft",
+        str(root / "target"),
+        prompts,
+        chain=3,
+        max_new_tokens=8,
+        limit=4,
+        output=root / "right-draft",
+    )
+    shown = dict(describe_draft(root / "right-draft"))["measured"]
+    assert f"chain of 3: acceptance length {report['overall']['acceptance_length']:.2f} (95 %" in shown
+    assert "on 4 prompts of heldout" in shown
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def verify(
 
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A state store or a token dataset.")],
+    folder: Annotated[Path, typer.Argument(help="A state store, a token dataset or a draft.")],
     sample: Annotated[
         int | None, typer.Option(help="Which sample's tokens to show. Default: the first, or a few.")
     ] = None,
@@ -221,9 +221,10 @@ def inspect(
     ] = 4,
     tokens_per_second: Annotated[float, typer.Option(min=1, help="Assumed rate, for the predicted hours.")] = 20_000,
 ) -> None:
-    """Show what a folder holds, and samples' tokens with the loss mask in colour."""
+    """Show what a folder holds; of stores and datasets also samples' tokens with the loss mask in colour."""
     from eyas import console
     from eyas.dataset_view import inspect_dataset, is_dataset
+    from eyas.draft_view import inspect_draft, is_draft
 
     if is_dataset(folder):
         inspect_dataset(
@@ -238,6 +239,9 @@ def inspect(
         return
     if html is not None and folder.is_dir():
         raise InputError(f"--html writes a page about a token dataset, and {folder} is none", "leave --html out")
+    if is_draft(folder):
+        inspect_draft(folder)
+        return
     console.inspect_store(folder, sample or 0)
 
 
