@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,13 @@ def _last_step(folder: Path) -> int:
     """The last step that the run wrote figures of; 0 where it wrote none."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        return max((int(json.loads(line)["step"]) for line in lines), default=0)
-    except (OSError, ValueError, KeyError):
+    except OSError:
         return 0
+    last = 0
+    for line in lines:
+        with suppress(ValueError, KeyError):  # a run that was killed may leave half a line
+            last = max(last, int(json.loads(line)["step"]))
+    return last
 
 
 def _measured(folder: Path) -> list[tuple[str, str]]:
