@@ -310,6 +310,8 @@ def test_ctrl_c_reaches_the_driver_and_not_its_ranks(state, tmp_path):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # Tests started with `&` by a script inherit an ignored SIGINT, and so would this process.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(lambda: runs.list_runs() and runs.list_runs()[0].progress.get("samples"))
     view = runs.list_runs()[0]
