@@ -147,6 +147,20 @@ def test_vllms_figure_is_put_beside_ours_by_both_rules():
     }
 
 
+def test_one_prompt_has_no_interval():
+    alone = SetResult(
+        "x", acceptance=[Acceptance(10, 20, np.array([6, 4]))], timings=[Timing(20, 2.0, 20, 4.0)]
+    ).summary()
+    assert (alone["acceptance_length"], alone["tokens_per_second"], alone["speed_up"]) == (2.0, 10.0, 2.0)
+    nothing = [None, None]
+    assert alone["interval_95"] == alone["tokens_per_second_interval_95"] == alone["speed_up_interval_95"] == nothing
+    assert alone["by_position_interval_95"] == alone["interval_95_by_chain"] == [nothing, nothing]
+    two = SetResult(
+        "x", acceptance=[Acceptance(10, 20, np.array([6, 4])), Acceptance(10, 12, np.array([2, 0]))]
+    ).summary()
+    assert two["interval_95_by_chain"] == [[1.2, 1.6], two["interval_95"]] == [[1.2, 1.6], [1.2, 2.0]]
+
+
 def test_interval_covers_the_spread_of_prompts():
     even = [Acceptance(10, 20, np.zeros(1, np.int64))] * 8
     assert bootstrap(even) == (2.0, 2.0)

@@ -9,7 +9,7 @@ from test_training import VOCAB, make_target
 
 from eyas.checksums import checksum_metadata
 from eyas.dataset import DatasetWriter, Sample
-from eyas.diagnosis import Finding, check_mask, comparable, diagnose, verdict, why_incomparable
+from eyas.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
 from eyas.extraction import extract
 from eyas.model_files import describe_model
 from eyas.speculation import Target
@@ -69,17 +69,6 @@ def rewrite(store, change):
 def test_a_good_store_passes_every_check(root):
     found = look(root, make_store(root, 0))
     assert [name for name, f in found.items() if not f.ok] == []
-    good = list(found.values())
-    assert verdict((2.0, 2.05), good).endswith("they agree; every check of the store passed")
-    assert verdict((2.6, 2.05), good).endswith("they agree; every check of the store passed")
-    assert "differ from what the draft was trained on" in verdict((1.2, 2.05), good)
-    assert "they disagree, and the reason is not known: no check ran, it is gone" in verdict(
-        (1.2, 2.05), [], "it is gone"
-    )
-    assert (
-        verdict(None, good, incomparable="this was sampled")
-        == "no comparison: this was sampled; every check of the store passed"
-    )
 
 
 @pytest.mark.parametrize(("shift", "side"), [(-1, "early"), (1, "late")])
@@ -101,8 +90,9 @@ def test_swapped_layers_are_named(root):
     found = look(root, store)
     assert not found["layer ids"].ok
     assert "layer 1 holds the states of layer 5" in found["layer ids"].text
-    assert "which disagree; the draft was trained on wrong data, this check of its store fails: layer ids" in verdict(
-        (1.1, 2.0), list(found.values())
+    pair = Comparison(1.1, 2.0, 1.0, 1.2, 12)
+    assert ": they disagree; the draft was trained on wrong data, this check of its store fails: layer ids" in verdict(
+        pair, list(found.values())
     )
 
 
@@ -165,15 +155,81 @@ def test_masks_that_leave_the_end_out_on_purpose_are_not_called_shifted(root):
     assert "8 of 8 masks begin one token too late" in look_at("late", 7, 20).text
 
 
+@pytest.mark.parametrize(
+    ("low", "measured", "high", "says"),
+    [
+        (1.9, 2.0, 2.1, "they agree: the interval holds it; every check of the store passed"),
+        (
+            2.0,
+            2.0,
+            2.04,
+            "2 % less than simulated, and the interval does not hold it; every check of the store passed; these prompts differ",
+        ),
+        (
+            1.1,
+            1.2,
+            1.3,
+            "they disagree; every check of the store passed; these prompts differ from what the draft was trained on",
+        ),
+        (
+            1.1,
+            2.0,
+            2.9,
+            "the interval holds it, but is too wide to tell: measure more prompts; every check of the store passed",
+        ),
+        (
+            1.1,
+            1.5,
+            2.1,
+            "the interval holds it, but is too wide to tell: measure more prompts; every check of the store passed",
+        ),
+        (2.2, 2.6, 3.0, "more than simulated; every check of the store passed"),
+        (
+            None,
+            2.05,
+            None,
+            "one prompt has no interval, so nothing can be said of the difference; every check of the store passed",
+        ),
+    ],
+)
+def test_the_verdict_says_what_the_interval_allows(low, measured, high, says):
+    good = [Finding("layer ids", True, "fine")]
+    pair = Comparison(measured, 2.05, low, high, 1 if low is None else 12)
+    spread = "1 prompt" if low is None else f"95 %: {low:.2f} to {high:.2f}, 12 prompts"
+    line = f"measured {measured:.2f} ({spread}), simulated while training 2.05: "
+    assert verdict(pair, good).startswith(line + says)
+    assert ("agree: the interval" in says) == (low is not None and low <= 2.05 <= high and low >= 0.85 * 2.05)
+
+
+def test_the_verdict_without_figures_or_checks():
+    good = [Finding("layer ids", True, "fine")]
+    below = Comparison(1.2, 2.05, 1.1, 1.3, 12)
+    assert verdict(below, [], "it is gone").endswith("disagree, and the reason is not known: no check ran, it is gone")
+    assert (
+        verdict(None, good, incomparable="this was sampled")
+        == "no comparison: this was sampled; every check of the store passed"
+    )
+
+
 def test_figures_of_different_chains_are_compared_place_by_place():
     report = {
         "settings": {"chain": 2, "temperature": 0.0},
         "simulated": {"acceptance_length": 2.5, "by_position": [0.8, 0.4, 0.2]},
         "simulated_chain": 3,
-        "overall": {"acceptance_length": 2.1, "by_position": [0.7, 0.4]},
+        "overall": {
+            "prompts": 7,
+            "acceptance_length": 2.1,
+            "interval_95": [2.0, 2.2],
+            "by_position": [0.7, 0.4],
+            "interval_95_by_chain": [[1.6, 1.8], [2.05, 2.15]],
+        },
     }
-    assert comparable(report) == pytest.approx((2.1, 2.2))
-    assert comparable({**report, "simulated_chain": 2}) == (2.1, 2.5)
+    pair = comparable(report)
+    assert (pair.measured, pair.simulated) == pytest.approx((2.1, 2.2))
+    assert (pair.low, pair.high, pair.prompts) == (2.05, 2.15, 7)
+    longer = comparable({**report, "simulated_chain": 1})
+    assert (longer.measured, longer.simulated, longer.low, longer.high) == pytest.approx((1.7, 1.8, 1.6, 1.8))
+    assert comparable({**report, "simulated_chain": 2}) == Comparison(2.1, 2.5, 2.0, 2.2, 7)
     sampled = {**report, "settings": {"chain": 2, "temperature": 1.0}}
     assert comparable(sampled) is None
     assert "this was sampled" in why_incomparable(sampled)

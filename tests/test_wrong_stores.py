@@ -122,7 +122,10 @@ def test_a_draft_of_a_right_store_raises_no_alarm(world):
     report = measure(root, train_draft(root, "right"))
     assert [check for check in report["diagnosis"]["checks"] if not check["ok"]] == []
     assert len(report["diagnosis"]["checks"]) == 4
-    assert report["diagnosis"]["verdict"].endswith("they agree; every check of the store passed")
+    assert report["diagnosis"]["verdict"].endswith("every check of the store passed")
+    low, high = report["overall"]["interval_95"]
+    simulated = report["simulated"]["acceptance_length"]
+    assert (report["diagnosis"]["agree"] is True) == (low >= 0.85 * simulated and high >= simulated)
     assert report["overall"]["acceptance_length"] > 1.2
     assert dict(describe_draft(root / "right-draft"))["measured"] == "not yet: `eyas eval`"
     prompts = [str(root / "heldout.jsonl")]

@@ -256,7 +256,7 @@ def explain(
     pair = diagnosis.comparable(report)
     return {
         "verdict": diagnosis.verdict(pair, findings, unchecked, diagnosis.why_incomparable(report)),
-        "agree": None if pair is None else diagnosis.agree(*pair),
+        "agree": None if pair is None else diagnosis.judge(pair)[0],
         "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings],
     }
 

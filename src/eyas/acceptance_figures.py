@@ -1,6 +1,6 @@
 """The figures of `eyas eval`: what is counted per prompt and per batch, summed up, each with a 95 % interval.
 
-Intervals are bootstraps (2000 draws): of prompts for what the draft accepts, of batches for what the clock says.
+Intervals are bootstraps (2000 draws): of prompts for what the draft accepts, of batches for what the clock says. One alone has none.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ class SetResult:
                 [_rounded(x) for x in ratio_interval([a.accepted[place] for a in self.acceptance], rounds, seed)]
                 for place in range(len(total.accepted))
             ],
+            # Of 1 + the rates of the first place, the first two, ...: what the same draft reaches with a shorter chain.
+            "interval_95_by_chain": [
+                [
+                    _rounded(1 + x)
+                    for x in ratio_interval([a.accepted[:places].sum() for a in self.acceptance], rounds, seed)
+                ]
+                for places in range(1, len(total.accepted) + 1)
+            ],
             "rounds": total.rounds,
             "accepted_guesses": int(total.accepted.sum()),
             "accepted_behind_the_end": self.behind,
@@ -71,6 +79,12 @@ class SetResult:
             "ties": self.ties,
             "baselines": {name: _rounded(sum_of(found).length) for name, found in self.baselines.items()},
         }
+
+
+def interval_text(ends: Sequence[float | None], between: str = "-") -> str:
+    """`1.20-1.50`, or `-` where there is none (a single prompt)."""
+    low, high = ends
+    return "-" if low is None or high is None else f"{low:.2f}{between}{high:.2f}"
 
 
 def _rounded(x: float | None, digits: int = 4) -> float | None:
@@ -92,13 +106,17 @@ def bootstrap(found: Sequence[Acceptance], seed: int = 0) -> tuple[float, float]
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % interval of sum(above) / sum(below), resampling the pairs; NaN where everything below is zero."""
+    """95 % interval of sum(above) / sum(below), resampling the pairs; NaN for a single pair, or where everything below is zero."""
+    if len(below) < 2:
+        return float("nan"), float("nan")
     over, under = (np.array(x, dtype=float)[_picks(len(below), seed)].sum(1) for x in (above, below))
     return _interval(over[under > 0] / under[under > 0])
 
 
 def speed_up_interval(timings: Sequence[Timing], seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the speed with the draft over the plain speed, resampling batches."""
+    """95 % interval of the speed with the draft over the plain speed, resampling batches; NaN for a single one."""
+    if len(timings) < 2:
+        return float("nan"), float("nan")
     rows = np.array([(t.tokens, t.seconds, t.plain_tokens, t.plain_seconds) for t in timings])
     tokens, seconds, plain_tokens, plain_seconds = rows[_picks(len(rows), seed)].sum(1).T
     defined = (seconds > 0) & (plain_tokens > 0)

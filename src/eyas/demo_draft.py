@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.acceptance import evaluate
+from eyas.acceptance_figures import interval_text
 from eyas.embedded import EMBEDDED_NAME
 from eyas.errors import StoreError
 from eyas.extraction import extract
@@ -117,7 +118,6 @@ def narrow_domain_draft(
 def rows(found: DraftDemo) -> tuple[tuple[str, str], ...]:
     """The closing table of the demo's second half."""
     overall = found.acceptance["overall"]
-    low, high = overall["interval_95"]
     before = found.trained.before or {}
     guessers = ", ".join(f"{name} {length:.2f}" for name, length in overall["baselines"].items())
     plain = overall["plain_tokens_per_second"]
@@ -129,7 +129,7 @@ def rows(found: DraftDemo) -> tuple[tuple[str, str], ...]:
         ),
         (
             "acceptance after",
-            f"{overall['acceptance_length']:.2f} ({low:.2f} to {high:.2f}) on {overall['prompts']} held-out problems, chain of 5, "
+            f"{overall['acceptance_length']:.2f} ({interval_text(overall['interval_95'], ' to ')}) on {overall['prompts']} held-out problems, chain of 5, "
             "bonus token included",
         ),
         ("checked against its store", found.acceptance["diagnosis"]["verdict"]),

@@ -22,7 +22,8 @@ from eyas.speculation import Target
 from eyas.store import States, StateSample
 from eyas.teacher import TargetParts, Teacher, final_norm
 
-#: A draft that reaches less than this share of its simulated acceptance length does not do what its training promised.
+#: A draft that reaches less than this share of its simulated acceptance length does not do what its training promised; what lies between,
+#: other prompts alone may explain.
 SUSPICIOUS = 0.85
 #: Rebuilt next tokens must equal the model's own at this share of positions (bf16 prefill: 98.5 %, ties between runs included).
 SAME_TOKENS = 0.9
@@ -220,19 +221,39 @@ def check_answers(probes: Sequence[Probe]) -> Finding:
     return Finding("answers", True, text)
 
 
-def comparable(report: dict[str, Any]) -> tuple[float, float] | None:
-    """(measured, simulated) acceptance length of an `eyas eval` report, for one and the same chain; None without a simulated one, or when sampling.
+@dataclass(frozen=True)
+class Comparison:
+    """Measured and simulated acceptance length of one and the same chain. low, high: 95 % interval of the measured one, None for a single prompt."""
 
-    Where the chains differ, both are 1 + the acceptance rates of the places that both have.
+    measured: float
+    simulated: float
+    low: float | None
+    high: float | None
+    prompts: int
+
+    def __str__(self) -> str:
+        one = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        spread = one if self.low is None else f"95 %: {self.low:.2f} to {self.high:.2f}, {one}"
+        return f"measured {self.measured:.2f} ({spread}), simulated while training {self.simulated:.2f}"
+
+
+def comparable(report: dict[str, Any]) -> Comparison | None:
+    """The two acceptance lengths of an `eyas eval` report, for one and the same chain; None without a simulated one, or when sampling.
+
+    Where the chains differ, both are those of the shorter one: 1 + the acceptance rates of its places.
     """
     simulated, overall = report["simulated"], report["overall"]
     if not simulated or report["settings"]["temperature"] > 0 or overall["acceptance_length"] is None:
         return None
     chain, theirs = report["settings"]["chain"], report.get("simulated_chain")
-    if theirs is None or theirs == chain:
-        return overall["acceptance_length"], simulated["acceptance_length"]
-    places = min(chain, theirs)
-    return 1 + sum(overall["by_position"][:places]), 1 + sum(simulated["by_position"][:places])
+    length, interval = overall["acceptance_length"], overall["interval_95"]
+    expected = simulated["acceptance_length"]
+    if theirs is not None and theirs != chain:
+        places = min(chain, theirs)
+        length, interval = 1 + sum(overall["by_position"][:places]), overall["interval_95_by_chain"][places - 1]
+        expected = 1 + sum(simulated["by_position"][:places])
+    low, high = interval
+    return Comparison(length, expected, low, high, overall["prompts"])
 
 
 def why_incomparable(report: dict[str, Any]) -> str:
@@ -244,13 +265,30 @@ def why_incomparable(report: dict[str, Any]) -> str:
     return "nothing was measured"
 
 
-def agree(measured: float, simulated: float) -> bool:
-    """Whether the draft does what its training promised, within the spread that other prompts alone would explain; more is no contradiction."""
-    return measured >= SUSPICIOUS * simulated
+def judge(pair: Comparison) -> tuple[bool | None, str]:
+    """Whether the draft does what its training promised, as far as the measured interval tells, and that in words.
+
+    True: the interval holds the simulated figure and leaves no room for a suspicious one, or lies above. False: it lies below. None: too
+    few prompts to tell.
+    """
+    measured, simulated, low, high = pair.measured, pair.simulated, pair.low, pair.high
+    if low is None or high is None:
+        return None, "one prompt has no interval, so nothing can be said of the difference"
+    if low > simulated:
+        return True, "more than simulated"
+    if high < simulated:
+        less = f"{100 * (1 - measured / simulated):.0f} % less than simulated"
+        return (
+            False,
+            "they disagree" if measured < SUSPICIOUS * simulated else f"{less}, and the interval does not hold it",
+        )
+    if low < SUSPICIOUS * simulated:
+        return None, "the interval holds it, but is too wide to tell: measure more prompts"
+    return True, "they agree: the interval holds it"
 
 
 def verdict(
-    pair: tuple[float, float] | None,
+    pair: Comparison | None,
     findings: Sequence[Finding],
     unchecked: str | None = None,
     incomparable: str = "there is no simulated figure",
@@ -261,23 +299,17 @@ def verdict(
         pair: measured and simulated length, from `comparable`. unchecked: why no check ran, if none did.
         incomparable: why there is no pair, from `why_incomparable`.
     """
-    line = (
-        f"no comparison: {incomparable}"
-        if pair is None
-        else "measured {:.2f}, simulated while training {:.2f}".format(*pair)
-    )
-    same = pair is None or agree(*pair)
+    agree, line = None, f"no comparison: {incomparable}"
+    if pair is not None:
+        agree, words = judge(pair)
+        line = f"{pair}: {words}"
     failed = [f"{f.name} ({f.text})" for f in findings if not f.ok]
     if failed:
-        figures = "" if pair is None else ", which agree" if same else ", which disagree"
         damaged = all(f.name == CONTENT for f in findings if not f.ok)
         what = "its store is damaged now" if damaged else "the draft was trained on wrong data"
-        return f"{line}{figures}; {what}, this check of its store fails: {'; '.join(failed)}"
-    checked = f"no check ran, {unchecked}" if unchecked else "every check of the store passed"
-    if pair is None:
-        return f"{line}; {checked}"
-    if same:
-        return f"{line}: they agree; {checked}"
+        return f"{line}; {what}, this check of its store fails: {'; '.join(failed)}"
+    if agree is not False:
+        return f"{line}; {f'no check ran, {unchecked}' if unchecked else 'every check of the store passed'}"
     if unchecked:
-        return f"{line}: they disagree, and the reason is not known: {checked}"
-    return f"{line}: {checked}; these prompts differ from what the draft was trained on"
+        return f"{line}, and the reason is not known: no check ran, {unchecked}"
+    return f"{line}; every check of the store passed; these prompts differ from what the draft was trained on"

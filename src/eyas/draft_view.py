@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eyas.acceptance_figures import interval_text
 from eyas.checkpoints import list_checkpoints
 from eyas.draft_files import FORMAT_VERSION, KIND, WEIGHTS, read_draft_config
 from eyas.errors import StoreError
@@ -170,8 +171,8 @@ def _measured(folder: Path) -> list[tuple[str, str]]:
     overall = report.get("overall") or {}
     if overall.get("acceptance_length") is None:
         return [("measured", "not yet: `eyas eval`")]
-    low, high = overall["interval_95"]
-    figures = f"acceptance length {overall['acceptance_length']:.2f} (95 %: {low:.2f} to {high:.2f})"
+    spread = interval_text(overall["interval_95"], " to ")
+    figures = f"acceptance length {overall['acceptance_length']:.2f} (95 %: {spread})"
     chain, sets = report["settings"]["chain"], ", ".join(report["sets"])
     return [("measured", f"chain of {chain}: {figures} on {overall['prompts']} prompts of {sets}, {report['created']}")]
 
