@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +48,25 @@ def eyas_environment(**more: str) -> dict[str, str]:
     source = str(Path(__file__).parent.parent / "src")
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **more}
+
+
+def in_terminal(*arguments: str | Path, columns: int = 80, code: int = 0) -> list[str]:
+    """The lines that the command line leaves on a real terminal of so many columns, without colours."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {**eyas_environment(), "TERM": "xterm"}
+    del environment["COLUMNS"]  # it would hide the terminal's own width
+    process = subprocess.Popen(eyas_command(*arguments), stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    raw = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # the terminal's other side is closed
+            break
+        raw += data
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+    lines = [line.split("\r")[-1].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    assert process.wait(timeout=300) == code, "\n".join(lines)
+    return lines

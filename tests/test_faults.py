@@ -182,9 +182,10 @@ def test_f2_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
 @pytest.mark.vllm
 def test_f3_vllm_rows_missing_and_the_hop_table_marks_where(vllm: VllmEngine, tmp_path: Path) -> None:
     message = assert_capture_stops(vllm, "rows missing", 3, tmp_path / "store")
-    (line,) = [line for line in message.splitlines() if ">>" in line]
-    assert "model output" in line
-    assert re.search(r"(\d+) rows for (\d+) tokens", line)
+    lines = message.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if ">>" in line]
+    assert "model output:" in lines[at - 1]  # the first layer's row, right below the hop's name
+    assert re.search(r"(\d+) rows for (\d+) tokens", lines[at + 1])
 
 
 @pytest.mark.vllm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -154,31 +155,6 @@ def _pass(host: Host) -> None:
     raise typer.Exit(remote.pass_through(host, background.without_flags(typed)))
 
 
-def _rate(progress: dict[str, Any]) -> str:
-    if progress.get("tokens_per_s"):
-        return f"{progress['tokens_per_s']:,.0f} tok/s"
-    return (
-        f"{progress['samples_per_s']:,.1f} {progress.get('unit', 'samples')}/s" if progress.get("samples_per_s") else ""
-    )
-
-
-def _how_far(progress: dict[str, Any]) -> str:
-    if progress.get("total"):
-        done = progress.get("samples", 0)
-        return f"{progress.get('stage', '')} {done:,.0f}/{progress['total']:,.0f} ({done / progress['total']:.0%})"
-    return (
-        f"{progress.get('stage', '')} {progress['samples']:,.0f}"
-        if progress.get("samples")
-        else progress.get("stage", "")
-    )
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
 def describe(view: RunView) -> dict[str, Any]:
     """A run as `--json` gives it."""
     return {
@@ -199,7 +175,7 @@ def list_(
     limit: Annotated[int, typer.Option(min=0, help="How many, newest first; 0: all.")] = 20,
 ) -> None:
     """The runs of this machine, newest first: state, progress, rate."""
-    from eyas import runs
+    from eyas import run_table, runs
 
     there = _there(host, host_command)
     if there:
@@ -212,25 +188,9 @@ def list_(
     if not views:
         typer.echo(f"no runs yet (they will be in {runs.runs_folder()})")
         return
-    colours = {
-        "running": "green",
-        "failed": "red",
-        "lost": "red",
-        "killed": "red",
-        "stalled": "yellow",
-        "incomplete": "yellow",
-    }
     shown = views[: limit or None]
-    width = max(len(view.id) for view in shown)
-    typer.echo(f"{'run':<{width}}  {'state':<10}  {'started':<11}  progress")
-    for view in shown:
-        started = datetime.fromtimestamp(view.record.get("created_at", 0)).strftime("%m-%d %H:%M")
-        parts = [_how_far(view.progress)]
-        if view.state in ("running", "stalled"):
-            eta = view.progress.get("eta_s")
-            parts += [_rate(view.progress), f"{_duration(eta)} to go" if eta is not None else ""]
-        state = typer.style(f"{view.state:<10}", fg=colours.get(view.state))
-        typer.echo(f"{view.id:<{width}}  {state}  {started:<11}  {'  '.join(filter(None, parts))}")
+    for line in run_table.table(shown, shutil.get_terminal_size((run_table.WIDE, 24)).columns):
+        typer.echo(line)
     if len(views) > limit > 0:
         typer.echo(f"and {len(views) - limit} more: --limit 0")
 
@@ -246,6 +206,7 @@ def show(
     from eyas import console, runs
     from eyas.loglines import first_causes, format_causes
     from eyas.processes import processes_of_run
+    from eyas.run_table import how_far, rate
 
     there = _there(host, host_command)
     if there:
@@ -263,7 +224,7 @@ def show(
         ("started", str(record.get("started", record.get("created")))),
     ]
     rows += [("ended", str(record["ended"]))] if record.get("ended") else []
-    rows += [("progress", f"{_how_far(progress)}  {_rate(progress)}")] if progress else []
+    rows += [("progress", f"{how_far(progress)}  {rate(progress)}")] if progress else []
     rows += [("output", str(record["output_dir"]))] if record.get("output_dir") else []
     rows += [("folder", str(view.folder))]
     if not view.ended:
@@ -273,7 +234,7 @@ def show(
     if view.watchdog.get("stalled_since"):
         since = datetime.fromtimestamp(view.watchdog["stalled_since"]).strftime("%H:%M:%S")
         rows += [("watchdog", f"no progress since {since}; stacks: eyas runs logs {view.id} --grep stack")]
-    console.show_rows(rows)
+    console.show_rows(rows, whole=("command",))
     causes = [cause for cause in first_causes(view.folder) if cause.role != "driver" or view.state != "finished"]
     if causes and view.state not in ("running", "finished"):
         typer.echo(format_causes(causes))

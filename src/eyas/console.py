@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from eyas.layers import describe_layer
@@ -28,22 +29,35 @@ err = Console(stderr=True, highlight=False)
 STATUS_STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
+def wrapped(text: str, indent: int = 0) -> str:
+    """Text for the terminal's width, further lines indented. No word is broken: a path or an id can be copied.
+
+    Without a terminal (a log, a pipe) lines stay whole, where a fold would hide them from grep.
+    """
+    lines = text.split("\n")
+    if out.is_terminal:
+        room = max(out.width - indent, 20)
+        # A word that is longer than a line is left to the terminal, which copies it as one.
+        folded = (textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) for line in lines)
+        lines = [line for group in folded for line in (group or [""])]
+    return ("\n" + " " * indent).join(lines)
+
+
+def say(text: str, indent: int = 0) -> None:
+    """Print a sentence as `wrapped` does; `indent`: of its further lines."""
+    out.print(escape(wrapped(text, indent)), soft_wrap=True)
+
+
 def show_preflight(checks: Sequence[Check], title: str = "preflight") -> None:
-    """The table of gate 1, and of `eyas doctor`."""
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False, expand=False)
-    for column in ("", "check", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    if not any(check.remedy for check in checks):
-        table.columns.pop()
+    """The findings of gate 1, and of `eyas doctor`, each remedy below its finding."""
+    out.print(f"[italic]{title}[/]")
+    width = max(len(check.name) for check in checks)
     for check in checks:
-        cells = [
-            f"[{STATUS_STYLE[check.status]}]{check.status}[/]",
-            check.name,
-            escape(check.finding),
-            escape(check.remedy),
-        ]
-        table.add_row(*cells[: len(table.columns)])
-    out.print(table)
+        text = wrapped(check.finding, width + 8)
+        if check.remedy:
+            text += "\n" + " " * (width + 8) + wrapped(f"-> {check.remedy}", width + 11)
+        style = STATUS_STYLE[check.status]
+        out.print(f"[{style}]{check.status:<4}[/]  {check.name:<{width}}  {escape(text)}", soft_wrap=True)
 
 
 class BulkBar:
@@ -61,11 +75,15 @@ class BulkBar:
         if out.is_terminal:
             if self._bar is None:
                 self._bar = Progress(
-                    TextColumn("{task.fields[samples]} samples"),
-                    BarColumn(),
-                    TextColumn("{task.percentage:>3.0f}%  {task.fields[rate]:,.0f} tok/s  {task.fields[written]}  ETA"),
+                    TextColumn("{task.fields[samples]} samples", table_column=Column(no_wrap=True)),
+                    BarColumn(None),
+                    TextColumn(
+                        "{task.percentage:>3.0f}%  {task.fields[rate]:,.0f} tok/s  {task.fields[written]}  ETA",
+                        table_column=Column(no_wrap=True),
+                    ),
                     TimeRemainingColumn(),
                     console=out,
+                    expand=True,  # the bar takes what is left of the line
                 )
                 self._task = self._bar.add_task("", total=tokens, samples="", rate=0.0, written="")
                 self._bar.start()
@@ -76,7 +94,7 @@ class BulkBar:
         elif now - self._line_at >= 10 or done.samples == samples:
             self._line_at = now
             eta = (tokens - done.tokens) / max(rate, 1e-9)
-            out.print(
+            say(
                 f"{done.samples}/{samples} samples  {rate:,.0f} tok/s  {human_bytes(done.bytes)} written  ETA {eta:.0f} s"
             )
 
@@ -127,14 +145,14 @@ def show_extract_report(report: ExtractReport) -> None:
     show_rows(rows)
 
 
-def show_rows(rows: Sequence[tuple[str, str]], title: str | None = None) -> None:
-    """Name and value, one row each."""
-    table = Table(title=title, title_justify="left", show_header=False, show_edge=False, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
+def show_rows(rows: Sequence[tuple[str, str]], title: str | None = None, whole: Sequence[str] = ()) -> None:
+    """Name and value, one row each. whole: rows that are one line however long, to be copied."""
+    if title:
+        out.print(f"[italic]{title}[/]")
+    width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        table.add_row(name, escape(value))
-    out.print(table)
+        text = value if name in whole else wrapped(value, width + 2)
+        out.print(f"[cyan]{name:<{width}}[/]  {escape(text)}", soft_wrap=True)
 
 
 def show_verify_report(report: VerifyReport, num_layers: int) -> None:
@@ -153,7 +171,7 @@ def show_verify_report(report: VerifyReport, num_layers: int) -> None:
     show_rows(rows, "verify")
     show_layers(report.norms, num_layers, (report.recomputed or {}).get("relative_l2"))
     for problem in report.problems:
-        err.print(f"[bold red]FAIL[/] {escape(problem)}")
+        err.print(f"[bold red]FAIL[/] {escape(problem)}", soft_wrap=True)
     if not report.problems:
         out.print("[green]OK[/] the store is whole" + (" and its states are the target's" if report.recomputed else ""))
 
@@ -251,6 +269,7 @@ def inspect_store(folder: Path, sample: int) -> None:
         raise InputError(f"--sample {sample}: the store holds {len(states)} samples", f"0 to {len(states) - 1}")
     one = states[sample]
     mask = one.loss_mask.tolist()
-    out.print(f"\nsample {sample}, id {one.id}: {len(one)} tokens, {sum(mask)} supervised ([bold green]green[/])")
+    out.print(f"\nsample {sample}, id {one.id}")
+    out.print(f"{len(one)} tokens, {sum(mask)} supervised ([bold green]green[/])")
     pieces = decode_pieces(m["model"]["id"], one.token_ids.tolist())
     out.print(masked_text(pieces if pieces is not None else [f"{i} " for i in one.token_ids.tolist()], mask))

@@ -85,7 +85,7 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
             console.print(f"  {entry['file']}:{entry['line']}: {entry['reason']}", markup=False, soft_wrap=True)
     _print_histogram(report.histogram, console)
     if report.model:
-        console.print(prediction(report.tokens, report.model), soft_wrap=True)
+        console.print(prediction(report.tokens, report.model), soft_wrap=not console.is_terminal)
     console.print(
         f"{report.output}: {report.rows_per_second:,.0f} rows/s, {report.tokens_per_second:,.0f} tokens/s ({report.seconds:.1f} s)",
         soft_wrap=True,

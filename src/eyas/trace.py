@@ -9,7 +9,6 @@ with the first bad one marked. `eyas trace DIR` shows a trace again.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -83,47 +82,33 @@ def first_bad(hops: Sequence[Hop]) -> Hop | None:
     return next((hop for hop in hops if hop.fault), None)
 
 
-def hop_table(hops: Sequence[Hop], *, width: int = 160) -> str:
-    """The hops as a plain-text table; the first bad hop is marked with `>>`."""
-    from rich.console import Console
-    from rich.table import Table
+def hop_table(hops: Sequence[Hop]) -> str:
+    """The hops as plain text for 80 columns, a row for each layer; `>>` marks the first bad one. What is wrong stands below its row.
 
-    table = Table(show_edge=False, pad_edge=False)
-    for column in (
-        "",
-        "step",
-        "rank",
-        "layer",
-        "hop",
-        "where",
-        "shape",
-        "dtype",
-        "device",
-        "norm",
-        "sample",
-        "contract",
-    ):
-        table.add_column(column, overflow="fold")
+    Above the rows: step, rank and sample, then each hop with its place.
+    """
     bad = first_bad(hops)
+    groups: dict[tuple[int, int, str | None], dict[tuple[str, str], list[Hop]]] = {}
     for hop in hops:
-        contract = f"{hop.fault} (expected {hop.expected})" if hop.fault and hop.expected else (hop.fault or "ok")
-        table.add_row(
-            ">>" if hop is bad else "",
-            str(hop.step),
-            str(hop.rank),
-            "all" if hop.layer < 0 else str(hop.layer),
-            hop.hop,
-            hop.where,
-            str(list(hop.shape)),
-            hop.dtype,
-            hop.device,
-            "" if hop.norm is None else f"{hop.norm:.4g}",
-            (hop.sample or "")[:8],
-            contract,
-        )
-    console = Console(width=width, color_system=None, force_terminal=False, record=True, file=io.StringIO())
-    console.print(table)
-    return console.export_text().rstrip()
+        groups.setdefault((hop.step, hop.rank, hop.sample), {}).setdefault((hop.hop, hop.where), []).append(hop)
+
+    def cells(hop: Hop) -> tuple[str, ...]:
+        layer = "all layers" if hop.layer < 0 else f"layer {hop.layer}"
+        norm = "" if hop.norm is None else f"norm {hop.norm:.4g}"
+        return layer, str(list(hop.shape)), hop.dtype, hop.device, norm, "BAD" if hop.fault else "ok"
+
+    widths = [max(map(len, column)) for column in zip(*map(cells, hops), strict=True)]
+    lines = []
+    for (step, rank, sample), places in groups.items():
+        lines.append(f"step {step}, rank {rank}" + (f", sample {sample}" if sample else ""))
+        for (name, where), group in places.items():
+            lines.append(f"    {name}: {where}")
+            for hop in group:
+                row = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells(hop), widths, strict=True))
+                lines.append(f"{'>>' if hop is bad else '':<8}{row}")
+                if hop.fault:
+                    lines.append(f"        {hop.fault}" + (f" (expected {hop.expected})" if hop.expected else ""))
+    return "\n".join(lines)
 
 
 def require_sound(hops: Sequence[Hop], remedy: str) -> None:

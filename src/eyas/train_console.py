@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from eyas.console import err, out
+from eyas.acceptance_figures import interval_text
+from eyas.console import err, out, say, show_rows, wrapped
 from eyas.runs import report_progress
 
 if TYPE_CHECKING:
@@ -28,13 +30,13 @@ class TrainDisplay:
         """Take one report of the training loop."""
         if "vocabulary" in figures:
             size, coverage = figures["vocabulary"]["size"], figures["vocabulary"]["coverage"]
-            out.print(f"draft vocabulary of {size:,} tokens covers {100 * coverage:.2f} % of the supervised ones")
+            say(f"draft vocabulary of {size:,} tokens covers {100 * coverage:.2f} % of the supervised ones")
             if figures["before"]:
-                out.print(f"untrained: {describe(figures['before'])}")
+                say(f"untrained: {describe(figures['before'])}")
             return
         if "simulated" in figures:
             self._length = f"{figures['simulated']['acceptance_length']:.2f}"
-            out.print(f"step {figures['step']}: {describe(figures['simulated'])}")
+            say(f"step {figures['step']}: {describe(figures['simulated'])}", 2)
             return
         report_progress(
             stage="train", samples=figures["step"], total=figures["total_steps"], unit="steps", loss=figures["loss"][0]
@@ -48,15 +50,18 @@ class TrainDisplay:
             text += f"  acceptance length {self._length}"
         if out.is_terminal:
             if self._bar is None:
-                self._bar = Progress(
-                    TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn(), console=out
-                )
+                column = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+                self._bar = Progress(column, BarColumn(None), TimeRemainingColumn(), console=out, expand=True)
                 self._task = self._bar.add_task("", total=1.0)
                 self._bar.start()
-            self._bar.update(self._task, completed=figures["share"], description=text)
+            short = f"step {figures['step']}  loss {figures['loss'][0]:.3f}  {figures['tokens_per_second']:,.0f} tok/s"
+            short += f"  data {figures['data_wait']:.1f} s late" if figures["data_wait"] >= 0.05 else ""
+            short += f"  length {self._length}" if self._length else ""
+            fits = len(text) + 20 <= out.width
+            self._bar.update(self._task, completed=figures["share"], description=text if fits else short)
         elif time.monotonic() - self._line_at >= 10 or figures["step"] == figures["total_steps"]:
             self._line_at = time.monotonic()
-            out.print(text)
+            say(text)
 
     def close(self) -> None:
         """Take the bar down."""
@@ -75,13 +80,14 @@ def describe(simulated: dict[str, Any]) -> str:
 
 def show_train_report(report: TrainReport) -> None:
     """The closing table."""
-    table = Table(show_header=False, show_edge=False, pad_edge=False)
-    table.add_row("draft", str(report.output_dir))
-    table.add_row("trained", f"{report.steps} steps, {report.tokens:,} tokens, {report.seconds:.0f} s")
+    rows = [
+        ("draft", str(report.output_dir)),
+        ("trained", f"{report.steps} steps, {report.tokens:,} tokens, {report.seconds:.0f} s"),
+    ]
     for name, found in (("untrained", report.before), (f"best (step {report.best_step})", report.best)):
         if found:
-            table.add_row(name, describe(found))
-    out.print(table)
+            rows.append((name, describe(found)))
+    show_rows(rows)
     if report.interrupted:
         err.print("stopped as asked, with a checkpoint. Run the same command again to go on.")
 
@@ -110,50 +116,56 @@ class EvalDisplay:
             self._bar.stop()
 
 
+def _table(first: str, *columns: str) -> Table:
+    """A name and figures; where the line is too short only the name folds."""
+    table = Table(Column(first, overflow="fold"), show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
 def _shown(x: float | None, form: str = "{:.2f}") -> str:
     return "-" if x is None else form.format(x)
 
 
+#: Heads for guessers: their names in `acceptance.json` are wider than their figures.
+HEADS = {"prompt lookup": "lookup", "n-gram": "n-gram", "lookup, then n-gram": "both"}
+
+
 def show_acceptance(report: dict[str, Any]) -> None:
-    """One row per prompt set, the baselines beside the draft."""
-    table = Table(
-        title=f"acceptance length, chain of {report['settings']['chain']}, bonus token included", title_justify="left"
-    )
+    """What the draft accepts, then what guessers without a network do on the same replies and what the clock says: a row per prompt set."""
+    sets = {**report["sets"], **({"overall": report["overall"]} if len(report["sets"]) > 1 else {})}
+    say(f"acceptance length, chain of {report['settings']['chain']}, bonus token included")
+    accepted = _table("set", "prompts", "draft", "95 %", "% by position")
+    for name, found in sets.items():
+        places = " ".join(_shown(x, "{:.0%}").rstrip("%") for x in found["by_position"])
+        length, spread = _shown(found["acceptance_length"]), interval_text(found["interval_95"])
+        accepted.add_row(name, str(found["prompts"]), length, spread, places)
+    out.print(accepted)
+    say("\nguessers without a network on the same replies; tokens/s with the draft and plainly")
     guessers = list(report["overall"]["baselines"])
-    for column in ("set", "prompts", "draft", "95 %", "by position", *guessers, "tok/s", "plain", "speed-up"):
-        table.add_column(column, justify="left" if column == "set" else "right", overflow="fold")
-    for name, found in {
-        **report["sets"],
-        **({"overall": report["overall"]} if len(report["sets"]) > 1 else {}),
-    }.items():
-        table.add_row(
-            name,
-            str(found["prompts"]),
-            _shown(found["acceptance_length"]),
-            "-".join(_shown(x) for x in found["interval_95"]),
-            " ".join(_shown(x, "{:.0%}").rstrip("%") for x in found["by_position"]) + " %",
-            *(_shown(found["baselines"][g]) for g in guessers),
-            _shown(found["tokens_per_second"], "{:.1f}"),
-            _shown(found["plain_tokens_per_second"], "{:.1f}"),
-            _shown(found["speed_up"]),
-        )
-    out.print(table)
+    beside = _table("set", *(HEADS.get(g, g) for g in guessers), "draft tok/s", "plain", "speed-up")
+    for name, found in sets.items():
+        speeds = [_shown(found[k], "{:.1f}") for k in ("tokens_per_second", "plain_tokens_per_second")]
+        beside.add_row(name, *(_shown(found["baselines"][g]) for g in guessers), *speeds, _shown(found["speed_up"]))
+    out.print(beside)
+    out.print()
     overall = report["overall"]
     if overall["replies_equal_to_plain"] is not None:
         equal = f"{overall['replies_equal_to_plain']} replies equal plain greedy decoding token by token"
-        out.print(equal + (f", {len(overall['ties'])} part at a tie:" if overall["ties"] else ""))
+        say(equal + (f", {len(overall['ties'])} part at a tie:" if overall["ties"] else ""))
         for tie in overall["ties"][:5]:
-            out.print(f"  {tie}")
+            say(f"  {tie}", 4)
     for name, served in report.get("vllm", {}).items():
         places = " ".join(f"{100 * x:.0f}" for x in served["by_position"])
-        out.print(
+        say(
             f"vLLM on {name}: acceptance length {served['acceptance_length']:.3f}, {served['ratio_to_ours']:.3f} of ours "
             f"({served['ratio_by_its_rule']:.3f} with ours counted by its rule: guesses behind the end of a reply count too), "
             f"by position {places} %, {served['tokens_per_second']:.1f} tok/s"
         )
     diagnosis = report["diagnosis"]
-    out.print(diagnosis["verdict"])
+    say(diagnosis["verdict"])
     for check in diagnosis["checks"]:
-        out.print(
-            f"  [{'green' if check['ok'] else 'bold red'}]{'OK' if check['ok'] else 'FAIL'}[/] {check['name']}: {check['text']}"
-        )
+        style, word = ("green", "OK") if check["ok"] else ("bold red", "FAIL")
+        text = escape(wrapped(f"{check['name']}: {check['text']}", 7))
+        out.print(f"  [{style}]{word:<4}[/] {text}", soft_wrap=True)
