@@ -204,6 +204,24 @@ def test_ctrl_c_finishes_the_open_shard_and_says_how_to_go_on(tiny_model, token_
     assert len(eyas.open_states(folder)) == 1500
 
 
+def test_parts_that_run_side_by_side_make_one_store(tiny_model, token_rows, tmp_path):
+    data, folder = token_rows([60] * 400), tmp_path / "s"
+    running = []
+    for part in ("0/2", "1/2"):
+        command = eyas_command(
+            "extract", "--model-path", tiny_model("llama"), "--prepared-data", data, "--output-dir", folder,
+            "--layer-ids", "2", "--batch-tokens", "120", "--shard-size", "0.1", "--shard", part,
+        )  # fmt: skip
+        running.append(subprocess.Popen(command, env=eyas_environment(), stderr=subprocess.PIPE, text=True))
+    for process in running:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    states = eyas.open_states(folder)
+    assert len(states) == 400
+    assert states.manifest["status"] == "complete"
+    assert {p.name.split("-")[1] for p in folder.glob("shard-*")} == {"s000r000", "s001r000"}
+
+
 def test_a_finished_store_is_left_alone(tiny_model, token_rows, tmp_path):
     options = {
         "model_path": str(tiny_model("llama")),

@@ -170,6 +170,18 @@ def test_a_sample_begun_and_never_completed_is_an_error(tmp_path):
         writer.close()
 
 
+def test_two_writers_of_one_name_overwrite_nothing(tmp_path):
+    """Fault F11: each counts from the shards that it found; the second one's shard must not take the first one's place."""
+    writers = [ShardWriter(tmp_path, make_spec()) for _ in range(2)]
+    for writer, sample in zip(writers, make_samples([5, 6]), strict=True):
+        write_samples(writer, [sample])
+    writers[0].close()
+    before = (tmp_path / "shard-r000-00000.safetensors").read_bytes()
+    with pytest.raises(StoreError, match="another process writes shards of this name"):
+        writers[1].close()
+    assert (tmp_path / "shard-r000-00000.safetensors").read_bytes() == before
+
+
 def test_memory_is_bounded_by_the_disk(tmp_path, monkeypatch):
     """A disk that does not answer holds `reserve` back; nothing piles up in RAM."""
     import eyas.shard_writer as module

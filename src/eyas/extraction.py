@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from eyas import machine, preflight
-from eyas.batches import in_share, pick_parity_samples, plan_batches, read_batches
+from eyas.batches import in_share, pick_parity_samples, plan_batches, read_batches, replica_name
 from eyas.dataset import TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
@@ -331,7 +331,10 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
                 f"--tp-size {settings.tp_size}: engine transformers runs on one device", "use --engine vllm"
             )
         return TransformersEngine(
-            info, TransformersSettings(settings.dtype, settings.device, threads, settings.trust_remote_code)
+            info,
+            TransformersSettings(
+                settings.dtype, settings.device, threads, settings.trust_remote_code, settings.replica
+            ),
         )
     if settings.engine == "vllm":
         from eyas.engines.vllm import VllmEngine, VllmSettings
@@ -372,8 +375,8 @@ def _run(
     import time
 
     settings, dataset, engine = job.settings, job.dataset, job.engine
-    part = "" if settings.replica[1] == 1 else f"s{settings.replica[0]:03d}"
-    for half in folder.glob(f"shard-{part}*.tmp"):
+    part = replica_name(settings.replica)
+    for half in folder.glob(f"shard-{part}r*.tmp" if part else "shard-*.tmp"):
         log.info("removing half-written %s: it does not count (fault F10)", half.name)
         half.unlink()
     for left in folder.glob(f".parity-{part}*"):

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from eyas.batches import replica_name
 from eyas.errors import FolderConflictError
 from eyas.manifest import now
 
 
 def lock_name(replica: tuple[int, int]) -> str:
     """`.lock`, or `.lock-s003` for a part: parts write side by side, each into shards of its own name."""
-    return ".lock" if replica[1] == 1 else f".lock-s{replica[0]:03d}"
+    name = replica_name(replica)
+    return f".lock-{name}" if name else ".lock"
 
 
 @contextmanager

@@ -365,6 +365,11 @@ class ShardWriter:
         with self._changed:
             path = self.folder / f"shard-{self.name}-{self._sequence:05d}.safetensors"
             self._sequence += 1
+        if path.exists():
+            raise StoreError(
+                f"{path} is there already: another process writes shards of this name (fault F11)",
+                "two runs share the folder; let one end, then run the same command again: it makes what is missing",
+            )
         write_shard_file(path, tensors, metadata)
         return {
             "name": path.name,
@@ -382,11 +387,16 @@ def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        with open(temporary, "xb", buffering=0) as file:
             write_safetensors(file, tensors, metadata)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_folder(path.parent)
+    except FileExistsError as error:
+        raise StoreError(
+            f"{temporary} is being written by another process (fault F11)",
+            "two runs share the folder; let one end, then run the same command again",
+        ) from error
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

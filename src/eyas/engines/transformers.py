@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from eyas.batches import replica_name
 from eyas.dataset import Sample
 from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
@@ -31,12 +32,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransformersSettings:
-    """`dtype`: auto | bfloat16 | float32 | float16. `device`: auto | cpu | cuda | cuda:1 ... `threads`: CPU threads, None = chosen."""
+    """`dtype`: auto | bfloat16 | float32 | float16. `device`: auto | cpu | cuda | cuda:1 ... `threads`: CPU threads, None = chosen.
+
+    `replica`: (i, n) of `--shard i/n`, in the names of the shards.
+    """
 
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     trust_remote_code: bool = False
+    replica: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -253,6 +258,7 @@ class TransformersEngine:
         writer = ShardWriter(
             folder,
             spec,
+            f"{replica_name(self.settings.replica)}r000",
             shard_bytes=shard_bytes,
             buffers=4 if on_gpu else 2,
             threads=2 if on_gpu else 1,

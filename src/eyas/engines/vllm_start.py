@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eyas.batches import replica_name
 from eyas.engines.vllm_native import native_arguments
 from eyas.errors import EngineError, InputError, PreflightError
 from eyas.manifest import package_version
@@ -84,7 +85,7 @@ class VllmSettings:
     @property
     def replica_name(self) -> str:
         """`s002` of `--shard 2/8`, in the names of its files; empty when there is one engine."""
-        return f"s{self.replica[0]:03d}" if self.replica[1] > 1 else ""
+        return replica_name(self.replica)
 
 
 def installed_vllm() -> str:
