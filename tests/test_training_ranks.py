@@ -20,16 +20,32 @@ import accelerate, torch
 from eyas.training import train
 
 if sys.argv[2] == "fsdp2":
-    # accelerate shards on GPUs only; on the CPU this is what its `prepare` does with FSDP2.
-    from torch.distributed.fsdp import fully_shard
+    # On the CPU accelerate's `prepare` leaves FSDP out. What it does on GPUs, done here with its own plugin, made from the environment
+    # of `accelerate launch --use_fsdp --fsdp_version 2`, and its own sharding.
+    import os
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import FSDPModule
+
+    os.environ.update(FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    real = accelerate.Accelerator.__init__
+
+    def begin(self, *args, **options):
+        self.plugin = FullyShardedDataParallelPlugin()
+        del os.environ["ACCELERATE_USE_FSDP"]
+        real(self, *args, **options)
 
     def prepare(self, model, optimizer):
-        fully_shard(model)
+        self.state.fsdp_plugin = self.plugin
+        fsdp2_prepare_model(self, model)
+        self.state.fsdp_plugin = None
+        assert isinstance(model, FSDPModule)
         trained = [p for p in model.parameters() if p.requires_grad]
         group = optimizer.param_groups[0]
         return model, torch.optim.AdamW(trained, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
 
-    accelerate.Accelerator.prepare = prepare
+    accelerate.Accelerator.__init__, accelerate.Accelerator.prepare = begin, prepare
 train(**json.loads(sys.argv[1]))
 """
 

@@ -168,6 +168,9 @@ class Draft(nn.Module):
     t2d: Tensor
     aux_scale: Tensor
     inv_freq: Tensor
+    #: accelerate gives a final norm that it finds under this name an FSDP2 unit of its own. It must find none: the draft reads its
+    #: norms' weights without running them as modules, and is sharded as one unit.
+    base_model_prefix = "config"
 
     def __init__(self, config: DraftConfig):
         super().__init__()

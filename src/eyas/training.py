@@ -127,6 +127,8 @@ def train(
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         # The draft prepares its layers' weights together, so it is sharded as one unit (it is one layer anyway).
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
+        # Every rank makes the same weights itself; accelerate's loading by rank 0 alone fails on a model with buffers.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(settings.output_dir / "tracking"))
     set_seed(settings.seed)
     return _Run(
