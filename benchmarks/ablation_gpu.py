@@ -4,7 +4,7 @@
 
 DIR holds `states` (`acceptance_gpu.py --folder DIR --stages answer extract`). Each job trains one draft for `--steps` optimizer steps and
 counts the best simulated acceptance length on held-out samples (greedy answers' share of it is the real figure, see docs/training.md).
-Jobs run seed by seed, `--processes` at a time on one GPU (the first one alone: it compiles what the others then find compiled), until `--seconds` are over: jobs that have not begun by then are left out, and
+Jobs run seed by seed, `--processes` at a time on one GPU (with `compile=on` the first one alone: it compiles what the others then find compiled), until `--seconds` are over: jobs that have not begun by then are left out, and
 the same call with the same `--json` goes on with them. Printed: a Markdown table, mean and spread over seeds, and the difference to the
 unchanged recipe with the seeds paired. `key=value` changes the recipe of all rows.
 """
@@ -158,10 +158,11 @@ def main() -> None:
         os.environ.setdefault(name, threads)  # each process would take all cores
     running: dict[Future, tuple[str, int]] = {}
     slowest = 0.0
+    alone = not results and base["compile"] != "off"
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         begun: dict[Future, float] = {}
         while jobs or running:
-            while jobs and len(running) < (arguments.processes if results else 1):
+            while jobs and len(running) < (1 if alone else arguments.processes):
                 if time.monotonic() - began + slowest > arguments.seconds:
                     print(f"out of time: {len(jobs)} jobs not begun", flush=True)
                     jobs = []
@@ -173,7 +174,7 @@ def main() -> None:
             for task in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                 row, seed = running.pop(task)
                 slowest = max(slowest, time.monotonic() - begun[task])
-                found = task.result()
+                found, alone = task.result(), False
                 results.append(found)
                 print(
                     f"[{time.monotonic() - began:5.0f} s] {row}, seed {seed}: {found['length']:.3f} (step {found['best_step']}, "

@@ -41,6 +41,8 @@ RECIPE: dict[str, Any] = {
     "eval_every": 200,
     "eval_samples": 256,
     "trackers": (),
+    # Compiling takes a minute or more of a budget of minutes, and wins a draft of the embedded model's size nothing in it.
+    "compile": "off",
 }
 
 

@@ -48,7 +48,12 @@ def train(
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Compute dtype; masters are fp32.")
     ] = "auto",
-    compile: Annotated[Literal["auto", "on", "off"], typer.Option(help="torch.compile; auto: on a GPU.")] = "auto",
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(
+            help="torch.compile; auto: on a GPU (a minute or more before the first steps; off suits runs of minutes)."
+        ),
+    ] = "auto",
     heads: Annotated[int | None, typer.Option(help="Attention heads. Default: derived from the target.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None,
