@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,6 +237,17 @@ def test_a_rehearsal_on_gpus_starts_quickly_and_a_run_safely(
     assert quick == {**usual, "backend": "eager"}  # the same graphs
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     assert method(rehearsal) == "spawn"  # what the user set stays
+
+
+def test_an_engine_that_generates_counts_as_a_first_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyas.engines import vllm_start
+    from eyas.generators import Sampling, VllmGenerator
+
+    monkeypatch.setattr(vllm_start, "_starts", count())
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(InputError, match="needs vLLM"):
+        VllmGenerator("smollm2", Sampling(max_new_tokens=1), [0], max_seq_len=8)
+    assert not vllm_start.first_engine_here()
 
 
 def test_a_core_is_not_waited_for_once_its_ranks_have_left(tmp_path: Path) -> None:

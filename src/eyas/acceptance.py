@@ -94,7 +94,7 @@ def evaluate(
     model, manifest = load_for(draft, info, place, compute)
     tokenizer = load_tokenizer(model_path, trust_remote_code)
     sets = load_sets(prompts, tokenizer, limit)
-    store = (manifest.get("store") or {}).get("path")
+    store = _store_path(manifest)
     guessers, damage = baseline_guessers(ngram_data, store)
     target = load_model(info, model.config.aux_layer_ids, place, compute, trust_remote_code)
     end_ids = end_tokens(target.model, tokenizer)
@@ -211,6 +211,11 @@ def load_sets(specs: Sequence[str], tokenizer: Any, limit: int | None) -> list[P
     return sets
 
 
+def _store_path(manifest: dict[str, Any]) -> str | None:
+    """The store that a draft was trained on, by the draft's manifest."""
+    return (manifest.get("store") or {}).get("path")
+
+
 def explain(
     report: dict[str, Any],
     manifest: dict[str, Any],
@@ -229,7 +234,7 @@ def explain(
     from eyas.store import open_states
 
     findings = [diagnosis.Finding(diagnosis.CONTENT, False, damage)] if damage else []
-    store = (manifest.get("store") or {}).get("path")
+    store = _store_path(manifest)
     unchecked = None
     if not store:
         unchecked = "the draft names no store"

@@ -18,6 +18,7 @@ from eyas.errors import StoreError
 from eyas.layers import describe_layer
 from eyas.manifest import MANIFEST, content_hash, read_manifest
 from eyas.model_files import human_bytes
+from eyas.runs import read_json
 from eyas.train_console import describe
 from eyas.training import METRICS, SETTINGS
 
@@ -25,8 +26,8 @@ from eyas.training import METRICS, SETTINGS
 def is_draft(folder: Path) -> bool:
     """Whether a folder is a draft's: of eyas (also one whose training has not saved a draft yet), or of an engine."""
     if (folder / MANIFEST).exists():
-        return _json(folder / MANIFEST).get("kind") == KIND
-    return (folder / SETTINGS).exists() or "draft_vocab_size" in _json(folder / "config.json")
+        return read_json(folder / MANIFEST).get("kind") == KIND
+    return (folder / SETTINGS).exists() or "draft_vocab_size" in read_json(folder / "config.json")
 
 
 def inspect_draft(folder: Path) -> None:
@@ -48,7 +49,7 @@ def describe_draft(folder: Path) -> list[tuple[str, str]]:
                 f"{folder} is a draft folder of an engine, not of eyas",
                 "make it one of eyas's: eyas import --source FOLDER --model-path TARGET --output-dir NEW",
             )
-        settings = _json(folder / SETTINGS).get("settings", {})
+        settings = read_json(folder / SETTINGS).get("settings", {})
         return [
             ("draft", f"{folder}: none yet, the first evaluation of its training saves one"),
             ("target", str(settings.get("model_path"))),
@@ -123,7 +124,7 @@ def _store(manifest: dict[str, Any]) -> str:
     """The store, its layers, and whether it still is what the draft was trained on."""
     store, dataset = manifest.get("store") or {}, manifest.get("dataset_hash")
     text = f"{store.get('path')} (layers {', '.join(map(str, store.get('layer_ids', [])))}), dataset {dataset}"
-    there = _json(Path(store.get("path") or "") / MANIFEST)
+    there = read_json(Path(store.get("path") or "") / MANIFEST)
     if not there:
         return text + "; it is not there any more"
     return text if there.get("dataset", {}).get("hash") == dataset else text + "; it holds other samples now"
@@ -167,7 +168,7 @@ def _last_step(folder: Path) -> int:
 
 def _measured(folder: Path) -> list[tuple[str, str]]:
     """What `eyas eval` left beside the draft."""
-    report = _json(folder / "acceptance.json")
+    report = read_json(folder / "acceptance.json")
     overall = report.get("overall") or {}
     if overall.get("acceptance_length") is None:
         return [("measured", "not yet: `eyas eval`")]
@@ -179,12 +180,3 @@ def _measured(folder: Path) -> list[tuple[str, str]]:
 
 def _plural(count: int, word: str) -> str:
     return word if count == 1 else word + "s"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

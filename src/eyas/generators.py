@@ -164,8 +164,9 @@ class VllmGenerator:
         **engine_arguments: Any,
     ):
         from eyas.embedded import resolve_model_path
-        from eyas.engines.vllm_start import has_gpu, thread_binding
+        from eyas.engines.vllm_start import first_engine_here, has_gpu, thread_binding
 
+        first_engine_here()  # a rehearsal after it must not fork
         # vLLM reads these when it is imported; what the user set stays.
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

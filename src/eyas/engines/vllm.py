@@ -32,6 +32,7 @@ from eyas.engines.vllm_start import (
     engine_arguments,
     engine_environment,
     environment,
+    first_engine_here,
     gpu_memory,
     has_gpu,
     installed_vllm,
@@ -59,7 +60,6 @@ class VllmEngine:
     """A running vLLM with our workers. One engine serves many captures. See `base.Engine`."""
 
     name = "vllm"
-    _started_here = False
 
     def __init__(self, settings: VllmSettings):
         self.settings = settings
@@ -149,7 +149,7 @@ class VllmEngine:
         gpu = has_gpu()
         refuse_impossible(self.settings, gpu=gpu)
         arguments = engine_arguments(self.settings, layer_ids, self.native_folder, gpu=gpu)
-        first, VllmEngine._started_here = not VllmEngine._started_here, True
+        first = first_engine_here()
         self.layer_ids = tuple(layer_ids)
         started = time.monotonic()
         with environment(engine_environment(self.settings, Path(self._faults.name), gpu=gpu, first=first)):

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,14 @@ class VllmSettings:
     def replica_name(self) -> str:
         """`s002` of `--shard 2/8`, in the names of its files; empty when there is one engine."""
         return replica_name(self.replica)
+
+
+_starts = count()
+
+
+def first_engine_here() -> bool:
+    """Called at each start of an engine: whether it is this process's first, of any kind."""
+    return next(_starts) == 0
 
 
 def installed_vllm() -> str:
