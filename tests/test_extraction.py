@@ -23,6 +23,7 @@ from eyas.errors import (
     InputError,
     PreflightError,
 )
+from eyas.extraction import ExtractSettings, plan
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
@@ -220,6 +221,21 @@ def test_parts_that_run_side_by_side_make_one_store(tiny_model, token_rows, tmp_
     assert len(states) == 400
     assert states.manifest["status"] == "complete"
     assert {p.name.split("-")[1] for p in folder.glob("shard-*")} == {"s000r000", "s001r000"}
+
+
+def test_the_disk_must_hold_all_parts(tiny_model, token_rows, tmp_path):
+    def disk(**more):
+        settings = ExtractSettings(
+            model_path=str(tiny_model("llama")),
+            prepared_data=str(token_rows([60] * 20)),
+            output_dir=str(tmp_path / "s"),
+            layer_ids=[2],
+            **more,
+        )
+        (check,) = (check for check in plan(settings).checks if check.name == "disk")
+        return check.finding.split(",")[0]
+
+    assert disk(shard="1/2") == disk()
 
 
 def test_a_finished_store_is_left_alone(tiny_model, token_rows, tmp_path):

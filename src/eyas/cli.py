@@ -136,7 +136,9 @@ def extract(
     shard_size: Annotated[float, typer.Option(help="Megabytes aimed at per shard.")] = 256,
     parity_samples: Annotated[int, typer.Option(help="Samples for the parity gate.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 (engine transformers).")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: as many as are free.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads (engine transformers). Default: as many as are free.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:

@@ -200,10 +200,7 @@ class Job:
 def plan(settings: ExtractSettings) -> Job:
     """Gate 1: read model, dataset and output folder, plan the batches, check the machine. Loads and writes nothing."""
     _check_numbers(settings)
-    if settings.trace and settings.engine != "vllm":
-        raise InputError(
-            f"--trace records the hops of engine vllm's ranks; engine {settings.engine} has none", "leave --trace out"
-        )
+    _check_engine(settings)
     path = resolve_model_path(settings.model_path, settings.revision)
     dummy = settings.engine == "vllm" and settings.load_format == "dummy"
     info = describe_model(
@@ -266,7 +263,9 @@ def plan(settings: ExtractSettings) -> Job:
             f"{folder} holds {len(unknown)} samples that are not in {settings.prepared_data} (fault F12)",
             "name another --output-dir",
         )
-    left = int(sum(int(dataset.lengths[i]) for i in fitting if dataset.ids[i] not in done))
+    # Of all parts: they share the store, and its disk.
+    missing = (i for i in np.flatnonzero(dataset.lengths <= max_seq_len) if dataset.ids[i] not in done)
+    left = int(sum(int(dataset.lengths[i]) for i in missing))
     checks = [
         preflight.check_model(info),
         *preflight.check_lengths(dataset, info, max_seq_len),
@@ -310,6 +309,41 @@ def _check_numbers(settings: ExtractSettings) -> None:
         raise InputError(f"--gpu-memory-utilization is {settings.gpu_memory_utilization}", "a share between 0 and 1")
 
 
+#: Settings that one engine alone knows, beside those that both take or that do no harm.
+ONE_ENGINES_OWN = {
+    "transformers": ("device", "threads"),
+    "vllm": (
+        "tp_size",
+        "pp_size",
+        "expert_parallel",
+        "distributed_executor_backend",
+        "load_format",
+        "capture",
+        "trace",
+    ),
+}
+
+
+def _check_engine(settings: ExtractSettings) -> None:
+    """Raise InputError for a setting that the engine would pass over in silence."""
+    if settings.engine not in ONE_ENGINES_OWN:
+        raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
+    defaults = {f.name: f.default for f in fields(ExtractSettings)}
+    for owner, names in ONE_ENGINES_OWN.items():
+        for name in names:
+            value = getattr(settings, name)
+            if owner != settings.engine and value != defaults[name]:
+                flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                raise InputError(
+                    f"{flag} is for engine {owner}; engine {settings.engine} would pass over it",
+                    f"--engine {owner}, or leave it out",
+                )
+    if settings.rehearsal == "always" and settings.engine != "vllm":
+        raise InputError(
+            f"--rehearsal always: engine {settings.engine} has nothing to rehearse, its load is short", "leave it out"
+        )
+
+
 def wants_rehearsal(settings: ExtractSettings, info: ModelInfo) -> bool:
     """Whether gate 2 runs before the load: engine `vllm`, and a load that takes longer than the rehearsal by far."""
     if settings.rehearsal == IS_REHEARSAL:
@@ -326,43 +360,37 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
     if settings.engine == "transformers":
         from eyas.engines.transformers import TransformersEngine, TransformersSettings
 
-        if settings.tp_size != 1:
-            raise InputError(
-                f"--tp-size {settings.tp_size}: engine transformers runs on one device", "use --engine vllm"
-            )
         return TransformersEngine(
             info,
             TransformersSettings(
                 settings.dtype, settings.device, threads, settings.trust_remote_code, settings.replica
             ),
         )
-    if settings.engine == "vllm":
-        from eyas.engines.vllm import VllmEngine, VllmSettings
+    from eyas.engines.vllm import VllmEngine, VllmSettings
 
-        over_ray = settings.distributed_executor_backend == "ray"
-        return VllmEngine(
-            VllmSettings(
-                info,
-                dtype=info.dtype if settings.dtype == "auto" else settings.dtype,
-                tp_size=settings.tp_size,
-                pp_size=settings.pp_size,
-                expert_parallel=settings.expert_parallel,
-                executor=settings.distributed_executor_backend,
-                max_seq_len=longest,
-                batch_size=settings.batch_size or 256,
-                step_tokens=settings.batch_tokens,
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                eager=True if settings.enforce_eager else None,
-                load_format=settings.load_format,
-                trust_remote_code=settings.trust_remote_code,
-                quick_start=settings.rehearsal == IS_REHEARSAL,
-                capture=settings.capture,
-                trace_steps=TRACED_STEPS if settings.trace else 0,
-                replica=settings.replica,
-                shared_folder=Path(settings.output_dir).resolve() if over_ray else None,
-            )
+    over_ray = settings.distributed_executor_backend == "ray"
+    return VllmEngine(
+        VllmSettings(
+            info,
+            dtype=info.dtype if settings.dtype == "auto" else settings.dtype,
+            tp_size=settings.tp_size,
+            pp_size=settings.pp_size,
+            expert_parallel=settings.expert_parallel,
+            executor=settings.distributed_executor_backend,
+            max_seq_len=longest,
+            batch_size=settings.batch_size or 256,
+            step_tokens=settings.batch_tokens,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            eager=True if settings.enforce_eager else None,
+            load_format=settings.load_format,
+            trust_remote_code=settings.trust_remote_code,
+            quick_start=settings.rehearsal == IS_REHEARSAL,
+            capture=settings.capture,
+            trace_steps=TRACED_STEPS if settings.trace else 0,
+            replica=settings.replica,
+            shared_folder=Path(settings.output_dir).resolve() if over_ray else None,
         )
-    raise InputError(f"--engine {settings.engine} is unknown", "transformers or vllm")
+    )
 
 
 def _run(
