@@ -335,6 +335,7 @@ def test_a_terminal_that_is_closed_ends_a_run_in_good_order(state, tmp_path):
 
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests started by nohup ignore it, and children inherit that
 
     process = subprocess.Popen(
         [sys.executable, str(script), f"eyas-test-{os.getpid()}-pty"],

@@ -58,7 +58,7 @@ def test_train_and_runs(work, state, tmp_path):  # noqa: F811
         tmp_path / "draft",
     ]  # fmt: skip
     lines = in_terminal(*flags)
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80  # a path is never broken
     (view,) = runs.list_runs()
     shown = in_terminal("runs", "show", view.id)
     assert any(line.split() == ["run", view.id] for line in shown)
