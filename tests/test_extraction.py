@@ -22,8 +22,10 @@ from eyas.errors import (
     FolderConflictError,
     InputError,
     PreflightError,
+    StoreError,
 )
 from eyas.extraction import ExtractSettings, plan
+from eyas.folder_lock import lock_folder
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
@@ -270,8 +272,6 @@ def test_a_folder_with_foreign_files_is_refused(tiny_model, token_rows, tmp_path
 
 
 def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
-    from eyas.folder_lock import lock_folder
-
     options = {
         "model_path": str(tiny_model("llama")),
         "prepared_data": str(token_rows(LENGTHS)),
@@ -280,6 +280,88 @@ def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
     }
     (tmp_path / "s").mkdir()
     with lock_folder(tmp_path / "s"), pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
+        eyas.extract(**options)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "beside"),
+    [("0/2", None, False), (None, "0/2", False), ("0/2", "1/3", False), ("0/2", "0/2", False), ("0/2", "1/2", True)],
+)
+def test_only_parts_of_one_split_write_side_by_side(first, second, beside, tiny_model, token_rows, tmp_path):
+    """Any other run would make samples of the part a second time (fault F11)."""
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    (tmp_path / "s").mkdir()
+    with lock_folder(tmp_path / "s", ExtractSettings(**options, shard=first).replica):
+        if beside:
+            assert eyas.extract(**options, shard=second).new_samples > 0
+        else:
+            with pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
+                eyas.extract(**options, shard=second)
+    eyas.extract(**options)
+    assert sorted(eyas.open_states(tmp_path / "s").lengths) == sorted(LENGTHS)
+
+
+@pytest.mark.parametrize("layer", [2, 3])
+def test_a_run_that_ended_or_began_between_plan_and_lock(layer, tiny_model, token_rows, tmp_path, monkeypatch):
+    """What the plan saw is no longer so: samples that are there now are not made twice, other states are refused."""
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+    }
+    other: list[int] = []
+
+    def meanwhile(checks):
+        if not other:
+            other.append(eyas.extract(**options, layer_ids=[2], shard="0/2").new_samples)
+
+    if layer == 2:
+        report = eyas.extract(**options, layer_ids=[2], on_preflight=meanwhile)
+        assert report.new_samples == len(LENGTHS) - other[0]
+    else:
+        with pytest.raises(FolderConflictError, match="F12"):
+            eyas.extract(**options, layer_ids=[3], shard="1/2", on_preflight=meanwhile)
+        eyas.extract(**options, layer_ids=[2])
+    assert sorted(eyas.open_states(tmp_path / "s").lengths) == sorted(LENGTHS)
+
+
+def test_a_run_with_nothing_to_do_changes_nothing_that_is_told(tiny_model, token_rows, tmp_path):
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    eyas.extract(**options)
+    eyas.verify(tmp_path / "s", recompute=0)
+    before = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert before["verified"]["passed"]
+    report = eyas.extract(**options, batch_tokens=40, threads=1)
+    after = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    assert report.new_samples == 0
+    assert {**after, "updated": ""} == {**before, "updated": ""}
+    next((tmp_path / "s").glob("shard-*")).unlink()
+    eyas.extract(**options)
+    assert "verified" not in json.loads((tmp_path / "s" / "manifest.json").read_text())
+
+
+def test_samples_in_two_shards_are_never_a_finished_store(tiny_model, token_rows, tmp_path):
+    import shutil
+
+    options = {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+    eyas.extract(**options)
+    shutil.copy(tmp_path / "s" / "shard-r000-00000.safetensors", tmp_path / "s" / "shard-s000r000-00000.safetensors")
+    with pytest.raises(StoreError, match="F11"):
         eyas.extract(**options)
 
 
@@ -400,6 +482,15 @@ def test_a_disk_that_fills_up_on_the_way(tiny_model, token_rows, small_disk):
     filler.unlink()
     report = eyas.extract(**options)
     assert (report.exit_code, report.written, report.new_samples) == (0, 40, 40 - kept)
+
+
+def test_a_folder_that_cannot_be_written(tiny_model, token_rows, small_disk):
+    options = {"model_path": str(tiny_model("llama")), "prepared_data": str(token_rows(LENGTHS)), "layer_ids": [2]}
+    (small_disk / "empty").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for name in ("new", "empty"):
+        with pytest.raises(InputError, match="cannot be written: Read-only"):
+            eyas.extract(**options, output_dir=str(small_disk / name))
 
 
 def test_repeated_rows_are_extracted_once(tiny_model, token_rows, tmp_path):

@@ -26,9 +26,9 @@ from eyas.dataset import TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
 from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError
-from eyas.folder_lock import closing_time, lock_folder, lock_name
+from eyas.folder_lock import closing_time, lock_folder
 from eyas.layers import LayerIndex, resolve_layer_ids
-from eyas.manifest import now, refuse_foreign_folder
+from eyas.manifest import MANIFEST, now, refuse_foreign_folder, writing_to
 from eyas.model_files import ModelInfo, describe_model
 from eyas.preflight import Check
 from eyas.shard_writer import DEFAULT_SHARD_BYTES
@@ -38,6 +38,7 @@ from eyas.store import (
     STORE_DTYPES,
     STORE_FILES,
     StoreSpec,
+    distinct_samples,
     finished_shards,
     refuse_other_states,
     write_store_manifest,
@@ -177,8 +178,13 @@ def extract(
         rehearsed = rehearse(on_stage=lambda line: say(f"rehearsal: {line}"), **options)
         say(f"rehearsal passed in {rehearsed.seconds:.0f} s: {rehearsed.path}")
     folder = Path(settings.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder, lock_name(settings.replica)), stoppable() as stop:
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(folder, settings.replica), stoppable() as stop:
+        if _what_is_there(folder) != job.there:
+            job.engine.close()
+            job = plan(settings)  # a run that ended, or another part that began, between the plan and the lock
+            preflight.refuse_failures(job.checks)
         return _run(job, folder, stop, say, on_progress)
 
 
@@ -195,6 +201,12 @@ class Job:
     done: set[str]
     too_long: list[tuple[str, str]]
     checks: list[Check]
+    there: set[str]
+
+
+def _what_is_there(folder: Path) -> set[str]:
+    """Names of the store's manifest and finished shards, as far as they are there."""
+    return {path.name for pattern in (MANIFEST, "shard-*.safetensors") for path in folder.glob(pattern)}
 
 
 def plan(settings: ExtractSettings) -> Job:
@@ -212,6 +224,7 @@ def plan(settings: ExtractSettings) -> Job:
     dataset = open_dataset(settings.prepared_data)
     folder = Path(settings.output_dir)
     refuse_foreign_folder(folder, STORE_FILES)
+    there = _what_is_there(folder)
 
     dtype = info.dtype if settings.dtype == "auto" else settings.dtype
     store_dtype = dtype if settings.store_dtype == "auto" else settings.store_dtype
@@ -256,7 +269,7 @@ def plan(settings: ExtractSettings) -> Job:
         for i in np.flatnonzero(mine & (dataset.lengths > max_seq_len))
     ]
     batches = plan_batches(dataset.lengths, fitting, batch_tokens, batch_size)
-    done = {one for header in finished_shards(folder) for one in header.sample_ids} if folder.is_dir() else set()
+    done = distinct_samples(finished_shards(folder)) if folder.is_dir() else set()
     unknown = done - set(dataset.ids)
     if unknown:
         raise FolderConflictError(
@@ -286,7 +299,7 @@ def plan(settings: ExtractSettings) -> Job:
         preflight.check_versions(),
         *machine.check_before_run(settings.tp_size),
     ]
-    return Job(settings, info, dataset, spec, engine, batches, done, too_long, checks)
+    return Job(settings, info, dataset, spec, engine, batches, done, too_long, checks, there)
 
 
 def _check_numbers(settings: ExtractSettings) -> None:
@@ -418,7 +431,9 @@ def _run(
     seconds = 0.0
     done_now = Progress(0, 0, 0)
     if todo:
-        write_store_manifest(folder, job.spec, "open", parity=parity)
+        with closing_time(folder):
+            refuse_other_states(folder, job.spec)  # another part may have opened the folder since the plan
+            write_store_manifest(folder, job.spec, "open", parity=parity)
         say(f"loading {job.info.id} ({job.spec.dtype}, {engine.name})")
         try:
             engine.load(job.spec.layer_ids)
@@ -426,7 +441,8 @@ def _run(
             say("parity")
             chosen = pick_parity_samples(dataset.lengths, job.batches, settings.parity_samples)
             parity = engine.parity(next(read_batches(dataset, [chosen], job.info.vocab_size)))
-            write_store_manifest(folder, job.spec, "open", parity=parity)
+            with closing_time(folder):
+                write_store_manifest(folder, job.spec, "open", parity=parity)
             say(f"extracting {len(new)} samples, {new_tokens} tokens")
             begun = time.monotonic()
             stop.in_bulk = True
@@ -452,7 +468,7 @@ def _run(
         finally:
             engine.close()
     with closing_time(folder):
-        return _finish(job, folder, rejected, parity, interrupted, done_now, seconds)
+        return _finish(job, folder, rejected, parity if todo else None, interrupted, done_now, seconds)
 
 
 def _finish(
@@ -464,8 +480,10 @@ def _finish(
     done_now: Progress,
     seconds: float,
 ) -> ExtractReport:
+    """Sum up the store: ledger and manifest. `parity`: of this run, None for a run that had nothing to do."""
+    earlier = refuse_other_states(folder, job.spec) or {}
     headers = finished_shards(folder)
-    there = {one for header in headers for one in header.sample_ids}
+    there = distinct_samples(headers)
     reasons = dict(rejected)
     replica = job.settings.replica
     others = [one for one in job.dataset.ids if not in_share(one, replica)]
@@ -496,8 +514,20 @@ def _finish(
         for h in headers
     ]
     status = "open" if interrupted or under_way else ("incomplete" if rejected else "complete")
-    rate = {"samples": done_now.samples, "tokens": done_now.tokens, "seconds": round(seconds, 3)}
-    write_store_manifest(folder, job.spec, status, parity=parity, totals=totals, last_run=rate, shards=shards)
+    more: dict[str, Any] = {
+        "last_run": {"samples": done_now.samples, "tokens": done_now.tokens, "seconds": round(seconds, 3)}
+    }
+    if parity is None and earlier:
+        # This run computed nothing: what is told of the states, and that they were verified, stays as it was.
+        job.spec = replace(job.spec, **{name: earlier[name] for name in ("engine", "capture")})
+        kept = (
+            ["last_run"]
+            if (earlier.get("status"), earlier.get("shards")) != (status, shards)
+            else ["last_run", "verified"]
+        )
+        parity = earlier.get("parity")
+        more |= {name: earlier[name] for name in kept if name in earlier}
+    write_store_manifest(folder, job.spec, status, parity=parity, totals=totals, shards=shards, **more)
     return ExtractReport(
         folder,
         len(job.dataset),

@@ -6,16 +6,19 @@ Common fields: `kind` (`eyas.dataset`, `eyas.states`, `eyas.draft`), `format_ver
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eyas.errors import FolderConflictError, StoreError
+from eyas.errors import DiskFullError, FolderConflictError, InputError, StoreError
 
 MANIFEST = "manifest.json"
 
@@ -48,16 +51,43 @@ def content_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn what the operating system says of a folder that cannot be written into DiskFullError or InputError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"no space left in {folder}",
+                "free some space and run the same command again: what was finished is kept",
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise InputError(
+                f"{folder} cannot be written: {error.strerror}", "check the path and its rights, or name another folder"
+            ) from error
+        raise
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one, also after a power cut."""
+    """Write JSON so that a reader sees the old file or the new one, never half of one, also after a power cut.
+
+    Raises DiskFullError, or InputError for a folder that cannot be written; the old file stays.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(data, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    with writing_to(path.parent):
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -84,6 +114,8 @@ def read_manifest(folder: Path, kind: str, format_version: int) -> dict[str, Any
         raise StoreError(
             f"{folder} has no {MANIFEST}, so it is no {kind} folder", "check the path, or make the folder anew"
         ) from None
+    except NotADirectoryError:
+        raise StoreError(f"{folder} is a file, expected a folder of kind {kind}", "check the path") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path} is not readable JSON: {error}", "the folder is damaged; make it anew") from None
     if not isinstance(data, dict) or data.get("kind") != kind:

@@ -305,8 +305,21 @@ def finished_shards(folder: Path) -> list[ShardHeader]:
 
 
 def done_samples(folder: Path) -> set[str]:
-    """Ids of the samples in finished shards: what a resumed run need not compute again."""
-    return {one for header in finished_shards(folder) for one in header.sample_ids}
+    """Ids of the samples in finished shards: what a resumed run need not compute again. Raises as `distinct_samples`."""
+    return distinct_samples(finished_shards(folder))
+
+
+def distinct_samples(headers: Sequence[ShardHeader]) -> set[str]:
+    """Ids of the samples in some shards. Raises StoreError when two shards hold the same sample."""
+    where: dict[str, Path] = {}
+    for header in headers:
+        for one in header.sample_ids:
+            if where.setdefault(one, header.path) != header.path:
+                raise StoreError(
+                    f"{header.path}: sample {one} stands in {where[one].name} too (fault F11)",
+                    "take one of the two shards out and run the same `eyas extract` again: it makes what is missing",
+                )
+    return set(where)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
