@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -224,3 +225,34 @@ def test_command_line(store):
     done = run_eyas("inspect", store)
     assert done.returncode == StoreError.exit_code
     assert "the manifest names" in done.stderr
+
+
+def test_a_run_that_writes_while_the_store_is_read_is_not_written_over(store):
+    """The mark belongs to what was read; a manifest that a run has opened since stays as it is."""
+    manifest = store / "manifest.json"
+
+    def meanwhile(name, done, total):
+        told = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**told, "status": "open", "shards": []}))
+
+    report = eyas.verify(store, recompute=0, on_shard=meanwhile)
+    assert "while it was read" in report.problems[-1]
+    told = json.loads(manifest.read_text())
+    assert (told["status"], told["shards"]) == ("open", [])
+    assert "verified" not in told
+
+
+def test_a_store_that_cannot_be_written_is_read_all_the_same(store, small_disk):
+    shutil.copytree(store, small_disk / "s")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    report = eyas.verify(small_disk / "s", recompute=0)
+    assert report.problems == []
+    assert "cannot be written" in report.mark_note
+    done = run_eyas("verify", small_disk / "s", "--recompute", "0")
+    assert done.returncode == 0
+    assert "not marked as verified" in done.stderr
+
+
+def test_a_file_is_no_store(store):
+    with pytest.raises(StoreError, match="is a file"):
+        eyas.verify(store / "manifest.json")

@@ -170,6 +170,8 @@ def show_verify_report(report: VerifyReport, num_layers: int) -> None:
         rows.append(("recomputed", report.recompute_note))
     show_rows(rows, "verify")
     show_layers(report.norms, num_layers, (report.recomputed or {}).get("relative_l2"))
+    if report.mark_note:
+        err.print(f"[yellow]WARN[/] {escape(report.mark_note)}", soft_wrap=True)
     for problem in report.problems:
         err.print(f"[bold red]FAIL[/] {escape(problem)}", soft_wrap=True)
     if not report.problems:

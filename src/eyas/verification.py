@@ -19,7 +19,8 @@ import torch
 from eyas.checksums import checksums_of
 from eyas.dataset import Sample, sample_id
 from eyas.embedded import resolve_model_path
-from eyas.errors import EyasError, InputError, StoreError
+from eyas.errors import DiskFullError, EyasError, InputError, StoreError
+from eyas.folder_lock import closing_time
 from eyas.layers import describe_layer
 from eyas.manifest import differing_fields, now, read_manifest
 from eyas.model_files import ModelInfo, describe_model
@@ -45,7 +46,10 @@ SCAN_ROWS = 8192
 
 @dataclass
 class VerifyReport:
-    """What was checked and found. `problems` is empty for a good store; `recomputed` is the parity report, or None."""
+    """What was checked and found. `problems` is empty for a good store; `recomputed` is the parity report, or None.
+
+    `mark_note`: why the manifest could not be marked, empty if it was.
+    """
 
     folder: Path
     shards: int = 0
@@ -56,6 +60,7 @@ class VerifyReport:
     norms: dict[int, dict[str, float]] = field(default_factory=dict)
     recomputed: dict[str, Any] | None = None
     recompute_note: str = ""
+    mark_note: str = ""
     problems: list[str] = field(default_factory=list)
 
 
@@ -285,6 +290,22 @@ def _recompute(
 
 
 def _mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
+    """Write the result into the manifest: of the store as it was read, never over what a run has written since."""
+    try:
+        with closing_time(folder):
+            there = read_manifest(folder, KIND, FORMAT_VERSION)
+            if any(there.get(key) != manifest.get(key) for key in ("status", "created", "shards")):
+                report.problems.append(
+                    "an `eyas extract` wrote to this store while it was read: verify it again when that is over"
+                )
+                return
+            _write_mark(folder, there, report)
+    except (InputError, DiskFullError) as error:
+        report.mark_note = f"{error.what}: the store is not marked as verified, `eyas train` will ask for it"
+        log.warning("%s", report.mark_note)
+
+
+def _write_mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
     spec = StoreSpec.from_manifest(manifest)
     fixed = {
         *(f.name for f in fields(StoreSpec)),
