@@ -28,6 +28,11 @@ def test_flags_come_from_the_file_and_typed_ones_win(config):
         "extract", "--layer-ids", "3", "--final", "--model-path", "m", "--tp-size", "8",
     ]  # fmt: skip
     assert expand_config(["verify", "store"]) == ["verify", "store"]
+    assert expand_config(["extract", f"--config={path}", "--tp-size", "4"]) == expand_config(
+        ["extract", "--config", path, "--tp-size", "4"]
+    )
+    with pytest.raises(InputError, match="stands twice"):
+        expand_config(["extract", "--config", path, f"--config={path}"])
 
 
 @pytest.mark.parametrize(

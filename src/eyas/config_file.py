@@ -33,8 +33,12 @@ def expand_config(arguments: list[str], flags_of: Callable[[list[str]], set[str]
     Raises:
         InputError: no file named, not readable, not a mapping of flags, a key that is no flag of the command, or a value that no flag can take.
     """
+    # `--config=FILE` is `--config FILE`
+    arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith(FLAG + "=") else [one])]
     if FLAG not in arguments:
         return arguments
+    if arguments.count(FLAG) > 1:
+        raise InputError(f"{FLAG} stands twice", "one file; what else is wanted goes on the command line")
     at = arguments.index(FLAG)
     if at + 1 >= len(arguments):
         raise InputError(f"{FLAG} names no file", f"{FLAG} run.yaml")
