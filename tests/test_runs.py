@@ -571,3 +571,23 @@ def test_samples_that_were_not_written_end_the_run_with_a_code_of_its_own(state,
     )  # other layers into the same folder (F12)
     assert "layer_ids" in refused
     assert runs.list_runs()[0].state == "failed"
+
+
+def test_a_full_disk_under_the_run_folder_does_not_end_the_run(state, tmp_path, small_disk):
+    body = f"""
+import contextlib
+from eyas.errors import DiskFullError
+with runs.start("test", run_dir="{small_disk}/run") as run:
+    with contextlib.suppress(OSError), open("{small_disk}/filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    run.note(output_dir="elsewhere")
+    with contextlib.suppress(DiskFullError):
+        runs.create("test", [], "{small_disk}/other")
+        raise SystemExit("made a run on a full disk")
+assert run.record["status"] == "finished"
+"""
+    done = script_run(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+    (run,) = runs.list_runs()
+    wait_for(lambda: not keepers_of_run(run.id), 30)  # it has files open there

@@ -32,8 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from eyas import log_records, logs
-from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, EyasError, FolderConflictError, InputError, StalledError
-from eyas.manifest import made_by, now, package_version, write_json
+from eyas.errors import (
+    EXIT_INCOMPLETE,
+    EXIT_INTERRUPTED,
+    DiskFullError,
+    EyasError,
+    FolderConflictError,
+    InputError,
+    StalledError,
+)
+from eyas.manifest import made_by, now, package_version, write_json, writing_to
 from eyas.processes import RUN_ID_VARIABLE, Mark, gpu_memory_used, host_name, is_alive, this_process
 
 logger = logging.getLogger(__name__)
@@ -99,7 +107,14 @@ class Run:
     def note(self, **fields: Any) -> None:
         """Put facts about the run into `run.json` (output folder, model, a table of results)."""
         self.record.update(fields)
-        write_json(self.folder / "run.json", self.record)
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            write_json(self.folder / "run.json", self.record)
+        except (DiskFullError, InputError) as error:
+            # As with the heartbeat: the run goes on, and ends with its own exit code.
+            logger.warning("the run's record cannot be written: %s", error.what)
 
     def env_for_children(self) -> dict[str, str]:
         """What a child needs in its environment to find the run. Ordinary children inherit it; a Ray worker has to be given it."""
@@ -153,7 +168,7 @@ class Run:
         self._thread.join(timeout=5)
         self._write_progress(last=True)
         self.record.update(status=status, exit_code=exit_code, ended=now(), error=error)
-        write_json(self.folder / "run.json", self.record)
+        self._save()
 
 
 _current: Run | None = None
@@ -191,8 +206,10 @@ def create(command: str, argv: list[str], run_dir: str | Path | None = None, run
         )
     if folder.exists() and any(folder.iterdir()):
         _put_earlier_run_aside(folder)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    listed.parent.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    with writing_to(listed.parent):
+        listed.parent.mkdir(parents=True, exist_ok=True)
     if folder != listed:
         listed.symlink_to(folder, target_is_directory=True)
     record = {"id": run_id, "command": command, "argv": argv, "cwd": os.getcwd(), "host": host_name()}
