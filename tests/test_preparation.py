@@ -12,6 +12,7 @@ from test_conversations import BAD
 
 from eyas.dataset import open_dataset
 from eyas.errors import FolderConflictError, InputError
+from eyas.folder_lock import lock_folder
 from eyas.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
 from eyas.row_samples import PrepareSettings
 
@@ -74,6 +75,14 @@ def test_the_same_call_rebuilds_the_folder_and_another_is_refused(model, tmp_pat
     with pytest.raises(FolderConflictError, match=r"max_seq_len"):
         prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=77))
     prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=77), overwrite=True)
+
+
+def test_two_at_once_into_one_folder(model, tmp_path):
+    data = rows(tmp_path / "chat.jsonl", chat("Hi", "Hello"))
+    prepare(data, model, tmp_path / "out")
+    with lock_folder(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
+        prepare(data, model, tmp_path / "out", overwrite=True)
+    assert len(open_dataset(tmp_path / "out")) == 1
 
 
 @pytest.mark.parametrize("name", PACKAGED)

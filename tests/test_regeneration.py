@@ -12,6 +12,7 @@ from chat_templates import byte_level_tokenizer, metaspace_tokenizer, slow_byte_
 
 from eyas.dataset import open_dataset
 from eyas.errors import EngineError, FolderConflictError, InputError
+from eyas.folder_lock import lock_folder
 from eyas.generators import Answer, EndpointGenerator, Sampling, TransformersGenerator, ended
 from eyas.masks import ChatTemplate, MaskSettings
 from eyas.regeneration import RegenerateSettings, message_of, regenerate, samples_of
@@ -119,6 +120,14 @@ def test_later_turns_see_the_generated_answers(model, tmp_path):
             assert said[-1]["finish_reason"] == "length"
         for turn in line["turns"][:-1]:
             assert turn["finish_reason"] == "stop"
+
+
+def test_two_at_once_into_one_folder_would_answer_twice(model, tmp_path):
+    data = write(tmp_path / "a.jsonl", asked("Hi there"))
+    (tmp_path / "out").mkdir()
+    with lock_folder(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
+        regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    assert not (tmp_path / "out" / "answers.jsonl").exists()
 
 
 def test_stopped_and_resumed_gives_the_same_dataset(model, tmp_path):

@@ -17,6 +17,7 @@ from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, ini
 from eyas.embedded import resolve_model_path
 from eyas.errors import FolderConflictError, InputError, StoreError
 from eyas.extraction import extract
+from eyas.folder_lock import lock_folder
 from eyas.loader import plan_epoch, split_by_prompt
 from eyas.model_files import describe_model
 from eyas.store import open_states
@@ -164,6 +165,14 @@ def test_a_run_with_other_settings_is_refused_with_the_field(work):
     train(**options(work, "fixed", steps=2))
     with pytest.raises(FolderConflictError, match=r"settings\.loss: the folder has 'kl', this run wants 'tv'"):
         train(**options(work, "fixed", loss="tv"))
+
+
+def test_two_at_once_into_one_folder(work):
+    train(**options(work, "both", steps=2))
+    before = (work / "both" / "metrics.jsonl").read_bytes()
+    with lock_folder(work / "both"), pytest.raises(FolderConflictError, match="by another run"):
+        train(**options(work, "both", steps=2))
+    assert (work / "both" / "metrics.jsonl").read_bytes() == before
 
 
 def test_stores_that_cannot_train_are_refused(work, tmp_path):

@@ -1,4 +1,4 @@
-"""One run at a time writes into a store: the lock, and who holds it."""
+"""One run at a time writes into an output folder: the lock, and who holds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TextIO
 
 from eyas.batches import replica_name
 from eyas.errors import FolderConflictError
-from eyas.manifest import now, writing_to
+from eyas.manifest import now, refuse_foreign_folder, writing_to
 
 
 def lock_name(replica: tuple[int, int]) -> str:
@@ -59,6 +59,19 @@ def lock_folder(folder: Path, replica: tuple[int, int] = (0, 1)) -> Iterator[Non
         yield
 
 
+@contextmanager
+def only_writer(folder: Path, what_fits: set[str]) -> Iterator[None]:
+    """Make an output folder if need be and hold it. `what_fits`: as in `refuse_foreign_folder`; the lock's own files fit too.
+
+    Raises FolderConflictError for a folder of something else or one that another run writes; InputError or DiskFullError as `lock_folder`.
+    """
+    refuse_foreign_folder(folder, {*what_fits, ".lock*"})
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(folder):
+        yield
+
+
 def _take(file: TextIO) -> bool:
     """Lock a file, or say that another run holds it."""
     try:
@@ -72,7 +85,7 @@ def _is_held(folder: Path, file: TextIO) -> FolderConflictError:
     file.seek(0)
     return FolderConflictError(
         f"{folder} is being written by another run: {file.read().strip() or 'an unknown run'}",
-        "wait for it, stop it, or name another --output-dir; only parts of one n (--shard i/n) write side by side",
+        "wait for it, stop it, or name another --output-dir",
     )
 
 

@@ -31,7 +31,8 @@ import numpy as np
 from eyas.conversations import DataSource, RawRow, check_columns, read_rows
 from eyas.dataset import DatasetWriter, Sample
 from eyas.errors import EyasError, FolderConflictError, InputError
-from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
+from eyas.folder_lock import only_writer
+from eyas.manifest import MANIFEST, differing_fields, read_manifest, write_json
 from eyas.row_samples import Piece, PrepareSettings, RowMaker, RowResult, is_heldout
 from eyas.tokenizer import describe_shape, describe_tokenizer
 
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 #: The sets written for this project that ship inside the package.
 PACKAGED = ("conversations", "word_problems", "word_problems_heldout")
 REJECTED, REPORT, HELDOUT = "rejected.jsonl", "report.json", "heldout"
+DATASET_FILES = {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, ".*.tmp"}
 #: Rows that one task of a worker process handles: large enough for batched tokenising, small enough for a bounded queue.
 CHUNK_ROWS = 128
 #: Inputs of fewer chunks than this are prepared without worker processes.
@@ -194,7 +196,7 @@ def prepare(
 
     Raises:
         InputError: unreadable source, no template, or not one row could be used (the first reasons are named).
-        FolderConflictError: the folder holds something else, or a dataset made from other input or settings.
+        FolderConflictError: the folder holds something else, or a dataset made from other input or settings, or another run writes it.
     """
     settings, columns = settings or PrepareSettings(), dict(columns or {})
     _check(settings, columns)
@@ -213,36 +215,40 @@ def prepare(
         "settings": json.loads(json.dumps(asdict(settings))),
     }
     folder = Path(output_dir)
-    _clear(folder, described, overwrite)
-    report = PrepareReport(workers=workers or available_cores(), output=str(folder))
-    sink = _Sink(folder, settings, report)
-    started = time.monotonic()
-    for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
-        for result in results:
-            sink.add(result)
-        report.seconds = time.monotonic() - started
-        if progress:
-            progress(report)
-    if report.samples == report.heldout_samples:  # nothing, or nothing but held-out samples
-        sink.abandon()
-        if report.samples:
-            raise InputError(
-                f"all {report.samples} samples fell into the held-out part", "give more data, or a smaller --heldout"
+    with only_writer(folder, DATASET_FILES):
+        _clear(folder, described, overwrite)
+        report = PrepareReport(workers=workers or available_cores(), output=str(folder))
+        sink = _Sink(folder, settings, report)
+        started = time.monotonic()
+        for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
+            for result in results:
+                sink.add(result)
+            report.seconds = time.monotonic() - started
+            if progress:
+                progress(report)
+        if report.samples == report.heldout_samples:  # nothing, or nothing but held-out samples
+            sink.abandon()
+            if report.samples:
+                raise InputError(
+                    f"all {report.samples} samples fell into the held-out part",
+                    "give more data, or a smaller --heldout",
+                )
+            shown = (
+                "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3])
+                or "the input is empty"
             )
-        shown = (
-            "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3]) or "the input is empty"
-        )
-        raise InputError(
-            f"not one of {report.rows} rows could be used: {shown}", "fix the data, or the template (--chat-template)"
-        )
-    described["model"] = report.model = describe_shape(model_path, trust_remote_code)
-    sink.close(described)
-    report.seconds = time.monotonic() - started
-    log.info(
-        "prepared %d rows: %d kept, %d dropped, %d samples, %d tokens (%.0f tokens/s, %d processes)",
-        report.rows, report.kept, report.dropped, report.samples, report.tokens, report.tokens_per_second, report.workers,
-    )  # fmt: skip
-    return report
+            raise InputError(
+                f"not one of {report.rows} rows could be used: {shown}",
+                "fix the data, or the template (--chat-template)",
+            )
+        described["model"] = report.model = describe_shape(model_path, trust_remote_code)
+        sink.close(described)
+        report.seconds = time.monotonic() - started
+        log.info(
+            "prepared %d rows: %d kept, %d dropped, %d samples, %d tokens (%.0f tokens/s, %d processes)",
+            report.rows, report.kept, report.dropped, report.samples, report.tokens, report.tokens_per_second, report.workers,
+        )  # fmt: skip
+        return report
 
 
 def available_cores() -> int:
@@ -265,7 +271,6 @@ def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
 
 def _clear(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
     """Make room for the dataset: an unfinished one, or one of the same making, is replaced; any other is refused."""
-    refuse_foreign_folder(folder, {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, ".*.tmp"})
     if (folder / MANIFEST).exists() and not overwrite:
         manifest = read_manifest(folder, "eyas.dataset", 1)
         have = {key: manifest.get(key) for key in described}

@@ -28,8 +28,9 @@ from typing import Any
 from eyas.conversations import Conversation, DataSource, RawRow, RowError, check_columns, parse_row, read_rows
 from eyas.dataset import DatasetWriter, Sample
 from eyas.errors import FolderConflictError, InputError
+from eyas.folder_lock import only_writer
 from eyas.generators import Answer, Generator, Sampling, TransformersGenerator
-from eyas.manifest import MANIFEST, differing_fields, refuse_foreign_folder, write_json
+from eyas.manifest import MANIFEST, differing_fields, write_json
 from eyas.masks import ChatTemplate, MaskError, MaskSettings
 from eyas.preparation import PACKAGED, REJECTED, packaged
 from eyas.row_samples import is_heldout, split_key
@@ -38,6 +39,7 @@ from eyas.tokenizer import describe_shape, describe_tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 ANSWERS, CONVERSATIONS, RUN = "answers.jsonl", "conversations.jsonl", "regeneration.json"
+DATASET_FILES = {MANIFEST, "data-*.parquet", ANSWERS, CONVERSATIONS, RUN, REJECTED, "heldout", ".*.tmp"}
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def regenerate(
     Raises:
         InputError: unreadable source, no template, or nothing could be answered.
         EngineError: the generator failed; what was answered is kept, the same call goes on from there.
-        FolderConflictError: the folder holds something else, or answers of another model or with other settings.
+        FolderConflictError: the folder holds something else, or answers of another model or with other settings, or another run writes it.
     """
     settings, columns = settings or RegenerateSettings(), dict(columns or {})
     check_columns(columns)
@@ -229,53 +231,54 @@ def regenerate(
         "tokenizer": describe_tokenizer(template, model_path),
         "settings": json.loads(json.dumps(asdict(settings))),
     }
-    done = _resume(folder, described)
-    report = RegenerateReport(resumed=len(done), output=str(folder))
-    started = time.monotonic()
-    answerer: Generator | None = None
-    rejected: dict[str, str] = {}
-    try:
-        dialogues = _open(sources, columns, template, settings, limit, set(done), report, rejected)
-        with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
-            for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
-                if number and seconds is not None and time.monotonic() - started >= seconds:
-                    report.out_of_time = True
-                    break
-                if answerer is None:
-                    answerer = (
-                        generator(template)
-                        if generator
-                        else _default_generator(model_path, settings, template, trust_remote_code)
-                    )
-                    write_json(folder / RUN, described | {"engine": answerer.description})
-                for one in _answered(batch, answerer, template, settings, number, report):
-                    if one.problem is not None:
-                        rejected[one.source] = one.problem
-                        report.rejected += 1
-                        continue
-                    line = {
-                        "key": one.key,
-                        "source": one.source,
-                        "split": one.split,
-                        "turns": one.turns,
-                        "messages": one.history,
-                        "tools": one.tools,
-                    }
-                    log_file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                    log_file.flush()
-                    report.conversations += 1
-                    report.stopped_early += one.stopped_early
-                report.seconds = time.monotonic() - started
-                if progress:
-                    progress(report)
-    finally:
-        if answerer is not None:
-            answerer.close()
-    engine = json.loads((folder / RUN).read_text(encoding="utf-8")).get("engine")
-    _write_rejected(folder, rejected)
-    _write_dataset(folder, described, engine, report, model_path, trust_remote_code)
-    report.seconds = time.monotonic() - started
-    return report
+    with only_writer(folder, DATASET_FILES):
+        done = _resume(folder, described)
+        report = RegenerateReport(resumed=len(done), output=str(folder))
+        started = time.monotonic()
+        answerer: Generator | None = None
+        rejected: dict[str, str] = {}
+        try:
+            dialogues = _open(sources, columns, template, settings, limit, set(done), report, rejected)
+            with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
+                for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
+                    if number and seconds is not None and time.monotonic() - started >= seconds:
+                        report.out_of_time = True
+                        break
+                    if answerer is None:
+                        answerer = (
+                            generator(template)
+                            if generator
+                            else _default_generator(model_path, settings, template, trust_remote_code)
+                        )
+                        write_json(folder / RUN, described | {"engine": answerer.description})
+                    for one in _answered(batch, answerer, template, settings, number, report):
+                        if one.problem is not None:
+                            rejected[one.source] = one.problem
+                            report.rejected += 1
+                            continue
+                        line = {
+                            "key": one.key,
+                            "source": one.source,
+                            "split": one.split,
+                            "turns": one.turns,
+                            "messages": one.history,
+                            "tools": one.tools,
+                        }
+                        log_file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                        log_file.flush()
+                        report.conversations += 1
+                        report.stopped_early += one.stopped_early
+                    report.seconds = time.monotonic() - started
+                    if progress:
+                        progress(report)
+        finally:
+            if answerer is not None:
+                answerer.close()
+        engine = json.loads((folder / RUN).read_text(encoding="utf-8")).get("engine")
+        _write_rejected(folder, rejected)
+        _write_dataset(folder, described, engine, report, model_path, trust_remote_code)
+        report.seconds = time.monotonic() - started
+        return report
 
 
 def _default_generator(
@@ -287,10 +290,6 @@ def _default_generator(
 
 def _resume(folder: Path, described: dict[str, Any]) -> list[str]:
     """Keys of conversations that are answered already. Cuts a half line that a killed run left."""
-    refuse_foreign_folder(
-        folder, {MANIFEST, "data-*.parquet", ANSWERS, CONVERSATIONS, RUN, REJECTED, "heldout", ".*.tmp"}
-    )
-    folder.mkdir(parents=True, exist_ok=True)
     run = folder / RUN
     if run.exists():
         before = json.loads(run.read_text(encoding="utf-8"))

@@ -42,6 +42,7 @@ from eyas.draft_setup import (
 )
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
+from eyas.folder_lock import only_writer
 from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_prompt
 from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
 from eyas.model_files import ModelInfo, describe_model
@@ -122,7 +123,7 @@ def train(
     )
     states = open_states(settings.states)
     aux_ids = check_store(states, info, settings.aux_layers, allow_unverified=settings.allow_unverified)
-    refuse_foreign_folder(settings.output_dir, DRAFT_FILES)
+    refuse_foreign_folder(settings.output_dir, {*DRAFT_FILES, ".lock*"})
     trackers = check_trackers(settings.trackers)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         # The draft prepares its layers' weights together, so it is sharded as one unit (it is one layer anyway).
@@ -131,9 +132,12 @@ def train(
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     accelerator = Accelerator(log_with=trackers or None, project_dir=str(settings.output_dir / "tracking"))
     set_seed(settings.seed)
-    return _Run(
-        settings, info, states, aux_ids, accelerator, progress or (lambda _: None), stop or threading.Event()
-    ).go()
+    # One rank holds the folder for all.
+    held = only_writer(settings.output_dir, DRAFT_FILES) if accelerator.is_main_process else nullcontext()
+    with held:
+        return _Run(
+            settings, info, states, aux_ids, accelerator, progress or (lambda _: None), stop or threading.Event()
+        ).go()
 
 
 class _Run:
