@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -348,6 +349,32 @@ def test_a_run_with_nothing_to_do_changes_nothing_that_is_told(tiny_model, token
     next((tmp_path / "s").glob("shard-*")).unlink()
     eyas.extract(**options)
     assert "verified" not in json.loads((tmp_path / "s" / "manifest.json").read_text())
+
+
+def test_runs_in_threads_of_one_process(tiny_model, token_rows, tmp_path):
+    data, model = str(token_rows(LENGTHS)), str(tiny_model("llama"))
+
+    def one(layer):
+        folder = str(tmp_path / str(layer))
+        return eyas.extract(model_path=model, prepared_data=data, output_dir=folder, layer_ids=[layer])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [report.exit_code for report in pool.map(one, (0, 1, 2, 3))] == [0, 0, 0, 0]
+    for layer in (0, 1, 2, 3):
+        assert eyas.verify(tmp_path / str(layer)).problems == []
+
+
+def test_a_damaged_ledger_is_said_before_the_load(tiny_model, token_rows, tmp_path):
+    settings = ExtractSettings(
+        model_path=str(tiny_model("llama")),
+        prepared_data=str(token_rows(LENGTHS)),
+        output_dir=str(tmp_path / "s"),
+        layer_ids=[2],
+    )
+    eyas.extract(**{**settings.__dict__, "max_seq_len": 50})
+    (tmp_path / "s" / "ledger.jsonl").write_text("{}\n")
+    with pytest.raises(StoreError, match=r"ledger\.jsonl is damaged"):
+        plan(settings)
 
 
 def test_samples_in_two_shards_are_never_a_finished_store(tiny_model, token_rows, tmp_path):

@@ -25,7 +25,7 @@ from eyas.batches import in_share, pick_parity_samples, plan_batches, read_batch
 from eyas.dataset import TokenDataset, open_dataset
 from eyas.embedded import resolve_model_path
 from eyas.engines.base import Engine, Progress
-from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError
+from eyas.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError, StoreError
 from eyas.folder_lock import closing_time, lock_folder
 from eyas.layers import LayerIndex, resolve_layer_ids
 from eyas.manifest import MANIFEST, now, refuse_foreign_folder, writing_to
@@ -271,6 +271,7 @@ def plan(settings: ExtractSettings) -> Job:
     batches = plan_batches(dataset.lengths, fitting, batch_tokens, batch_size)
     done = distinct_samples(finished_shards(folder)) if folder.is_dir() else set()
     unknown = done - set(dataset.ids)
+    read_ledger(folder)  # a damaged one is said now, not when all is done
     if unknown:
         raise FolderConflictError(
             f"{folder} holds {len(unknown)} samples that are not in {settings.prepared_data} (fault F12)",
@@ -550,12 +551,18 @@ def read_parity(folder: Path) -> dict[str, Any] | None:
 
 
 def read_ledger(folder: Path) -> dict[str, str]:
-    """Sample id -> reason, of the ledger as it stands; {} without one."""
+    """Sample id -> reason, of the ledger as it stands; {} without one. Raises StoreError for a damaged one."""
     path = folder / LEDGER
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return {row["sample_id"]: row["reason"] for row in rows}
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return {row["sample_id"]: row["reason"] for row in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path} is damaged: {error}",
+            "delete this one file and run the same `eyas extract` again: it is written anew",
+        ) from None
 
 
 def write_ledger(folder: Path, rejected: Sequence[tuple[str, str]]) -> None:

@@ -11,12 +11,16 @@ import json
 import math
 import os
 import struct
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import InputError
 from eyas.manifest import content_hash
+
+#: transformers loads in one thread at a time: while it does, it alters its own classes, and another thread's weights go missing.
+LOADING = threading.RLock()
 
 #: Model types whose final norm multiplies by (1 + weight), read from their source. Others multiply by the weight.
 ONE_PLUS_NORMS = {
@@ -93,7 +97,8 @@ def describe_model(
     Raises:
         InputError: no or unreadable config.json, unknown architecture, or weights missing or cut short.
     """
-    from transformers import AutoConfig
+    with LOADING:
+        from transformers import AutoConfig
 
     path = folder / "config.json"
     try:

@@ -172,7 +172,7 @@ def rehearse(
         few_samples(
             open_dataset(options["prepared_data"]),
             data,
-            max_seq_len=options.get("max_seq_len"),
+            max_seq_len=options.get("max_seq_len") or info.max_position,  # longer ones go to the ledger in the run too
             count=samples,
             most_tokens=16384,
         )

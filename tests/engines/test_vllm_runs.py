@@ -15,6 +15,7 @@ from eyas_process import eyas_command, eyas_environment, write_token_rows
 from eyas import runs, stopping
 from eyas.loglines import Wanted, read_lines
 from eyas.processes import SHM, Mark, is_alive, processes_of_run, recorded_processes, recorded_shm
+from eyas.rehearsal import rehearse
 
 pytestmark = [
     pytest.mark.vllm,
@@ -141,3 +142,12 @@ def test_hung_rank_reported_then_stopped_then_driver_killed_then_resumed_to_the_
     wait_for(lambda: not segments_left(view), 30)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["totals"]["samples"] == 1500
+
+
+def test_a_rehearsal_leaves_out_what_the_run_would(state, tmp_path, model):
+    """Samples beyond the model's positions go to the ledger in a run: no reason to refuse it."""
+    data = write_token_rows(tmp_path / "tokens.jsonl", [20, 300, 40])
+    report = rehearse(
+        engine="vllm", model_path=str(model), prepared_data=str(data), output_dir=str(tmp_path / "s"), layer_ids=[2]
+    )
+    assert (report.samples, report.tokens) == (2, 60)

@@ -22,7 +22,7 @@ from eyas.dataset import Sample
 from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
 from eyas.errors import ContractError, EngineError, EyasError, InputError
-from eyas.model_files import ModelInfo
+from eyas.model_files import LOADING, ModelInfo
 from eyas.preflight import Check, check_memory
 from eyas.shard_writer import ShardWriter, Slot
 from eyas.store import DTYPES, StoreSpec
@@ -333,7 +333,8 @@ class TransformersEngine:
 
 def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:
     """Load a causal LM (or the multimodal model around one) for inference. Raises EngineError with transformers' own words."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    with LOADING:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kwargs: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if device.type == "cuda":
@@ -345,7 +346,8 @@ def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_c
     loading: dict[str, Any]
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
-            model, loading = auto.from_pretrained(info.path, output_loading_info=True, **kwargs)
+            with LOADING:
+                model, loading = auto.from_pretrained(info.path, output_loading_info=True, **kwargs)
             break
         except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
             failures.append(f"{auto.__name__}: {str(error).splitlines()[0]}")
