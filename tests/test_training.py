@@ -220,6 +220,10 @@ def test_stores_that_cannot_train_are_refused(work, tmp_path):
         ("draft_vocab_size", 0),
         ("warmup", 2.0),
         ("threads", 0),
+        ("clip", 0.0),
+        ("step_decay", 0.0),
+        ("weight_decay", -0.1),
+        ("learning_rate", float("nan")),
     ],
 )
 def test_values_out_of_range_are_refused_before_anything_is_read(tmp_path, name, value):

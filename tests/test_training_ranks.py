@@ -51,11 +51,16 @@ train(**json.loads(sys.argv[1]))
 
 
 def launch(settings, kind, ranks=2):
+    launch_script(SCRIPT, settings, kind, ranks=ranks)
+
+
+def launch_script(script, settings, *arguments, ranks=2):
+    """Run `script` on every rank, with the settings as JSON and what else it takes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     plain = {k: str(v) if k in ("states", "output_dir") else v for k, v in settings.items()}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(plain), kind]
+    command = [sys.executable, "-c", script, json.dumps(plain), *arguments]
     base = {
         **os.environ,
         "WORLD_SIZE": str(ranks),

@@ -26,7 +26,7 @@ from eyas.draft_files import load_draft
 from eyas.embedded import resolve_model_path
 from eyas.engines.packed_attention import avoid_cudnn_attention
 from eyas.engines.transformers import sensible_threads
-from eyas.errors import ContractError, InputError, StoreError
+from eyas.errors import ContractError, FolderConflictError, InputError, StoreError
 from eyas.manifest import MANIFEST, differing_fields, made_by, now, write_json
 from eyas.model_files import ModelInfo, describe_model
 from eyas.prompts import PromptSet, load_prompts
@@ -80,9 +80,11 @@ def evaluate(
 
     Raises:
         StoreError: the draft is of another target. ContractError: greedy output differs from plain decoding (the first difference).
-        InputError: prompts or model not readable, a setting out of range, two sets of one name. EngineError: vLLM is asked for and missing.
+        FolderConflictError: output is a file. InputError: prompts or model not readable, a setting out of range, two sets of one name. EngineError: vLLM is asked for and missing.
     """
     check_options(chain, max_new_tokens, batch_size, limit, temperature, plain, engine)
+    if output is not None and Path(output).exists() and not Path(output).is_dir():
+        raise FolderConflictError(f"{output} is a file, expected a folder", "name another --output-dir")
     place = find_device(device)
     folder = resolve_model_path(model_path)
     info = describe_model(folder, model_path, trust_remote_code=trust_remote_code)

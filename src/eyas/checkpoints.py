@@ -6,7 +6,7 @@
                               rng-<rank>.pt       random states of each rank
 
 A checkpoint is written under `.tmp-...`, flushed and renamed, so a folder with the right name is complete. Full (unsharded) tensors are
-stored, gathered over FSDP ranks and kept by rank 0, so a run can be resumed on another number of GPUs.
+stored, gathered over FSDP ranks and kept by rank 0.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import os
 import random
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from eyas.disk_full import disk_full_named
 from eyas.errors import StoreError
 from eyas.manifest import fsync_folder, write_json
 
@@ -50,29 +53,36 @@ def save_checkpoint(
     keep: int,
     accelerator: Any,
 ) -> Path:
-    """Write `folder/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it."""
+    """Write `folder/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it.
+
+    Raises:
+        DiskFullError: nothing of this checkpoint is left, those before are.
+    """
     weights = full_weights(model)
     moments = get_optimizer_state_dict(model, optimizer, options=_GATHERED)
     final = folder / f"step-{step:08d}"
     work = folder / f".tmp-step-{step:08d}"
-    if accelerator.is_main_process:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        save_file(weights, work / "model.safetensors")
-        torch.save(moments, work / "optimizer.pt")
-    accelerator.wait_for_everyone()
-    torch.save(_random_states(), work / f"rng-{accelerator.process_index}.pt")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        write_json(work / "state.json", {**state, "step": step})
-        for path in work.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(work, final)
-        fsync_folder(folder)
-        for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+    need = 3 * sum(x.numel() * x.element_size() for x in weights.values())  # with the two moments
+    folder.mkdir(parents=True, exist_ok=True)
+    with disk_full_named(folder, need, work):
+        if accelerator.is_main_process:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            save_file(weights, work / "model.safetensors")
+            torch.save(moments, work / "optimizer.pt")
+        accelerator.wait_for_everyone()
+        torch.save(_random_states(), work / f"rng-{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            write_json(work / "state.json", {**state, "step": step})
+            for path in work.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(work, final)
+            fsync_folder(folder)
+            for old in list_checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
     accelerator.wait_for_everyone()
     return final
 
@@ -80,6 +90,14 @@ def save_checkpoint(
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     return sorted(folder.glob("step-*")) if folder.is_dir() else []
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed while it saved left in a draft's folder. Nobody else may be writing there."""
+    for path in (folder / "checkpoints").glob(".tmp-step-*"):
+        shutil.rmtree(path)
+    for path in folder.glob(".model.safetensors.*.tmp"):
+        path.unlink()
 
 
 def load_checkpoint(
@@ -97,13 +115,13 @@ def load_checkpoint(
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, weights, options=options)
         set_optimizer_state_dict(model, optimizer, moments, options=options)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        own = path / f"rng-{accelerator.process_index}.pt"
+        if own.exists():
+            _restore_random_states(torch.load(own, weights_only=False))
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         raise StoreError(
             f"checkpoint {path} cannot be restored: {error}", "delete it to resume from the one before"
         ) from None
-    own = path / f"rng-{accelerator.process_index}.pt"
-    if own.exists():
-        _restore_random_states(torch.load(own, weights_only=False))
     return state
 
 

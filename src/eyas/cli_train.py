@@ -118,7 +118,7 @@ def train(
                 output_dir=output_dir,
                 aux_layers=tuple(aux_layers) if aux_layers else None,
                 draft_vocab_size=draft_vocab_size,
-                draft={k: v for k, v in sizes.items() if v},
+                draft={k: v for k, v in sizes.items() if v is not None and v is not False},
                 plain_rope=rope == "default",
                 init_from=init_from,
                 loss=loss,

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eyas.disk_full import disk_full_named
 from eyas.draft import ROPE_KINDS, Draft, DraftConfig, rope_frequencies
 from eyas.draft_setup import DraftVocabulary, rope_of
 from eyas.errors import FolderConflictError, InputError, StoreError
@@ -45,10 +46,11 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    save_file(weights, temporary, metadata={"format": "pt", "kind": KIND})
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / WEIGHTS)
+    with disk_full_named(folder, sum(x.numel() * x.element_size() for x in weights.values()), temporary):
+        save_file(weights, temporary, metadata={"format": "pt", "kind": KIND})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / WEIGHTS)
     ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     manifest = {
         "kind": KIND,
@@ -203,6 +205,13 @@ def foreign_config(
     aux = layer_ids or raw.get("eagle_aux_hidden_state_layer_ids") or (nested and from_sglang(nested, architecture))
     if not aux:
         raise LookupError("no layer ids")
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    lacking = [key for key in needed if llama.get(key) is None]
+    if lacking:
+        raise InputError(
+            f"the draft's config.json lacks {', '.join(lacking)}",
+            "give it the config.json that it was trained or served with",
+        )
     return DraftConfig(
         hidden_size=llama["hidden_size"],
         intermediate_size=llama["intermediate_size"],

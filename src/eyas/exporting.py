@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eyas.disk_full import disk_full_named
 from eyas.draft import Draft, DraftConfig, rope_frequencies
 from eyas.draft_files import (
     FORMAT_VERSION,
@@ -106,8 +107,9 @@ def export(
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-    save_file(weights, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / "model.safetensors")
+    with disk_full_named(folder, sum(x.numel() * x.element_size() for x in weights.values()), temporary):
+        save_file(weights, temporary, metadata={"format": "pt"})
+        os.replace(temporary, folder / "model.safetensors")
     build = speculators_config if format == "speculators" else engine_config
     write_json(folder / "config.json", build(config, dtype, target))
     (folder / "README.md").write_text(readme(format, folder, config, manifest, refusal), encoding="utf-8")

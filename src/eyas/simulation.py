@@ -92,6 +92,12 @@ def walk(hits: np.ndarray, first_row: int, loss_mask: np.ndarray) -> Acceptance:
     return Acceptance(rounds, emitted, accepted)
 
 
+def has_rounds(loss_mask: np.ndarray) -> bool:
+    """Whether `walk` finds anything to count in a sample: an answer with a token behind its first one."""
+    mask = np.asarray(loss_mask, bool)[1:]
+    return bool((mask[1:] & mask[:-1]).any())
+
+
 @torch.no_grad()
 def simulate(
     draft: Any,

@@ -134,6 +134,8 @@ def check_store(
             "extract again without --no-final",
         )
     aux = tuple(aux_layers or (i for i in manifest["layer_ids"] if i != N))
+    if len(set(aux)) < len(aux):
+        raise InputError(f"--aux-layers {list(aux)} names a layer twice", "engines hand each layer's states over once")
     missing = [i for i in aux if i not in manifest["layer_ids"]]
     if missing or not aux:
         raise StoreError(
@@ -143,6 +145,16 @@ def check_store(
     return aux
 
 
+#: Sizes among `TrainSettings.draft`, and the flag that sets each.
+SIZE_FLAGS = {
+    "num_attention_heads": "--heads",
+    "num_key_value_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "intermediate_size": "--mlp",
+    "num_layers": "--layers",
+}
+
+
 def check_settings(s: TrainSettings) -> None:
     loss_rows(s.loss)
     wrong = [
@@ -150,7 +162,7 @@ def check_settings(s: TrainSettings) -> None:
         (not 0 <= s.single_step_share <= 1, f"--single-step-share {s.single_step_share}", "a share between 0 and 1"),
         (s.batch_tokens < 16, f"--batch-tokens {s.batch_tokens}", "at least 16"),
         (s.accumulate < 1, f"--accumulate {s.accumulate}", "at least 1"),
-        (s.learning_rate <= 0, f"--learning-rate {s.learning_rate}", "above 0"),
+        (not 0 < s.learning_rate < float("inf"), f"--learning-rate {s.learning_rate}", "above 0"),
         (s.dtype not in ("auto", "bfloat16", "float32", "float64"), f"--dtype {s.dtype}", "auto, bfloat16 or float32"),
         (s.chain < 1, f"--chain {s.chain}", "at least 1"),
         (s.keep < 1, f"--keep {s.keep}", "at least 1"),
@@ -163,8 +175,14 @@ def check_settings(s: TrainSettings) -> None:
         (s.patience is not None and s.patience < 1, f"--patience {s.patience}", "at least 1"),
         (s.checkpoint_every < 0, f"--checkpoint-every {s.checkpoint_every}", "0 or more"),
         (not 0 <= s.warmup <= 1, f"--warmup {s.warmup}", "a share between 0 and 1"),
+        (not s.clip > 0, f"--clip {s.clip}", "above 0 (a large one clips nothing)"),
+        (not s.step_decay > 0, f"--step-decay {s.step_decay}", "above 0; 1 weighs all steps alike"),
+        (not s.weight_decay >= 0, f"--weight-decay {s.weight_decay}", "0 or more"),
         (s.threads is not None and s.threads < 1, f"--threads {s.threads}", "at least 1"),
     ]
+    for field_name, flag in SIZE_FLAGS.items():
+        size = s.draft.get(field_name)
+        wrong.append((size is not None and size < 1, f"{flag} {size}", "at least 1"))
     for bad, what, want in wrong:
         if bad:
             raise InputError(f"{what} is out of range", f"give {want}")

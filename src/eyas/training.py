@@ -21,15 +21,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from eyas.checkpoints import full_weights, list_checkpoints, load_checkpoint, save_checkpoint
+from eyas.checkpoints import full_weights, list_checkpoints, load_checkpoint, remove_unfinished, save_checkpoint
+from eyas.disk_full import disk_full_named
 from eyas.draft import Draft, DraftConfig, DraftLoss
 from eyas.draft_files import check_vocabulary, init_from, save_draft
 from eyas.draft_setup import (
@@ -43,11 +44,12 @@ from eyas.draft_setup import (
 from eyas.engines.transformers import sensible_threads
 from eyas.errors import ContractError, FolderConflictError, InputError
 from eyas.folder_lock import only_writer
+from eyas.launching import begin_accelerate, take_over_launcher
 from eyas.loader import Reader, Split, plan_epoch, read_batch, split_by_prompt
 from eyas.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
 from eyas.model_files import ModelInfo, describe_model
-from eyas.packing import Batch
-from eyas.simulation import Acceptance, simulate
+from eyas.packing import Batch, supervised_rows
+from eyas.simulation import Acceptance, has_rounds, simulate
 from eyas.store import States, open_states
 from eyas.teacher import Teacher, load_target_parts
 from eyas.trackers import check_trackers, end_failed, start_trackers
@@ -113,7 +115,7 @@ def train(
         **{**options, "states": Path(options["states"]), "output_dir": Path(options["output_dir"])}
     )
     check_settings(settings)
-    from accelerate import Accelerator
+    settings = take_over_launcher(settings)
     from accelerate.utils import set_seed
 
     from eyas.embedded import resolve_model_path
@@ -125,16 +127,13 @@ def train(
     aux_ids = check_store(states, info, settings.aux_layers, allow_unverified=settings.allow_unverified)
     refuse_foreign_folder(settings.output_dir, {*DRAFT_FILES, ".lock*"})
     trackers = check_trackers(settings.trackers)
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        # The draft prepares its layers' weights together, so it is sharded as one unit (it is one layer anyway).
-        os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
-        # Every rank makes the same weights itself; accelerate's loading by rank 0 alone fails on a model with buffers.
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    accelerator = Accelerator(log_with=trackers or None, project_dir=str(settings.output_dir / "tracking"))
+    accelerator = begin_accelerate(trackers, settings.output_dir / "tracking")
     set_seed(settings.seed)
     # One rank holds the folder for all.
     held = only_writer(settings.output_dir, DRAFT_FILES) if accelerator.is_main_process else nullcontext()
-    with held:
+    with held, disk_full_named(settings.output_dir):
+        if accelerator.is_main_process:
+            remove_unfinished(settings.output_dir)
         return _Run(
             settings, info, states, aux_ids, accelerator, progress or (lambda _: None), stop or threading.Event()
         ).go()
@@ -152,6 +151,7 @@ class _Run:
         self.progress, self.stop = progress, stop
         self.device: torch.device = accelerator.device
         self.step, self.tokens, self.trained_seconds = 0, 0, 0.0
+        self.agreed_seconds = 0.0
         self.before: dict[str, Any] | None = None
         self.best: dict[str, Any] | None = None
         self.best_step: int | None = None
@@ -167,6 +167,16 @@ class _Run:
         self.masks = [m for _, m in masks]
         self.split: Split = split_by_prompt(self.states.ids, masks, s.held_out, least=min(8, len(self.states) // 4))
         self.held_out = self.split.held_out[: s.eval_samples]
+        if not any(len(supervised_rows(self.masks[int(i)], 0)) for i in self.split.train):
+            raise InputError(
+                f"no sample of {s.states} has a supervised token behind its second one: a draft could learn nothing (fault F13)",
+                "run `eyas prepare` again and look at its masks",
+            )
+        if len(self.held_out) and not any(has_rounds(self.masks[int(i)]) for i in self.held_out):
+            log.warning(
+                "no held-out answer has a second token: acceptance cannot be simulated, the draft of the last step is kept"
+            )
+            self.held_out = self.held_out[:0]
         self.dataset_hash: str = self.states.manifest["dataset"]["hash"]
         counts = count_supervised((masks[int(i)] for i in self.split.train), self.info.vocab_size)
         size = min(s.draft_vocab_size, self.info.vocab_size)
@@ -283,11 +293,17 @@ class _Run:
         start_trackers(self.accelerator, names, folder, asdict(s))
 
     def _cut_metrics(self) -> None:
-        # Lines written after the checkpoint that we resume from would appear twice.
+        # Lines written after the checkpoint that we resume from would appear twice; a run that was killed may leave half a line.
         path = self.settings.output_dir / METRICS
+        kept = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+            with suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= self.step:
+                    kept.append(line + "\n")
         if path.exists():
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= self.step]
-            path.write_text("".join(line + "\n" for line in lines))
+            temporary = path.with_name(f".{METRICS}.{os.getpid()}.tmp")
+            temporary.write_text("".join(kept), encoding="utf-8")
+            os.replace(temporary, path)
 
     # --- the loop
 
@@ -384,7 +400,8 @@ class _Run:
                 begin += len(self._epoch(epoch))
                 epoch += 1
             if step >= first:
-                k = 1 if self._share(step) < s.single_step_share else s.ttt_steps
+                # By the clock, K is settled when the step begins, for all ranks alike (`_optimizer_step`).
+                k = 1 if not self._by_clock and self._share(step) < s.single_step_share else s.ttt_steps
                 yield self._epoch(epoch)[step - begin][mine], k
 
     def _elapsed(self) -> float:
@@ -392,9 +409,13 @@ class _Run:
 
     def _share(self, step: int) -> float:
         """How far the run has come, 0..1: by steps, or by the clock when the budget is in seconds."""
-        if self.settings.seconds is not None and self.settings.steps is None:
-            return min(1.0, self._elapsed() / self.settings.seconds)
+        if self._by_clock:
+            return min(1.0, self.agreed_seconds / self.settings.seconds)  # type: ignore[operator]
         return step / self.total_steps
+
+    @property
+    def _by_clock(self) -> bool:
+        return self.settings.seconds is not None and self.settings.steps is None
 
     def _out_of_time(self) -> bool:
         return self.settings.seconds is not None and self._any_rank(self._elapsed() >= self.settings.seconds)
@@ -417,12 +438,18 @@ class _Run:
         s, ranks = self.settings, self.accelerator.num_processes
         K = len(batches[0].targets)
         counts = [sum(b.targets[k].count for b in batches) for k in range(K)]
-        sums = torch.tensor([*counts, sum(b.tokens for b in batches)], dtype=torch.float64, device=self.device)
+        # One clock for all ranks, the first one's: each by its own would step with another rate, and in time with another K.
+        self.agreed_seconds = self._elapsed()
+        clock = self.agreed_seconds if self.accelerator.is_main_process else 0.0
+        sums = torch.tensor([*counts, clock, sum(b.tokens for b in batches)], dtype=torch.float64, device=self.device)
         if ranks > 1:
             sums = self.accelerator.reduce(sums, "sum")
+            self.agreed_seconds = float(sums[K])
             self.tokens += int(sums[-1])
         else:
             self.tokens += sum(b.tokens for b in batches)  # no wait for the device
+        if self._by_clock and self._share(self.step) < s.single_step_share:
+            K, batches = 1, [replace(b, targets=b.targets[:1]) for b in batches]
         weights = torch.tensor([s.step_decay**k for k in range(K)], device=self.device)
         divisors = sums[:K].float().clamp_min(1) / weights / ranks  # DDP and FSDP average gradients over ranks
         for i, batch in enumerate(batches):
@@ -438,6 +465,8 @@ class _Run:
 
     def _report(self, window: _Window, reader: Reader) -> None:
         figures = window.close(self.accelerator)
+        if not figures["loss"]:  # nothing was supervised since the last report
+            return
         if not all(math.isfinite(x) for x in figures["loss"]):
             raise ContractError(
                 f"the loss is no longer finite at step {self.step}: {figures['loss']}",
