@@ -54,6 +54,22 @@ def test_precision_and_micro_batches_of_the_launcher_are_taken_over_or_refused(w
     train(**options(work, "launched-bf16", steps=5, dtype="bfloat16"))
 
 
+def test_fsdp_of_the_first_version_is_refused(work, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` alone leaves it
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(InputError, match=r"FSDP version 1(?s:.)*--fsdp_version 2"):
+        train(**options(work, "fsdp1", steps=4))
+    assert not (work / "fsdp1").exists()
+
+
+def test_a_finished_run_by_the_clock_is_left_alone(work):  # noqa: F811
+    settings = options(work, "by-the-clock", steps=None, seconds=1.0, eval_every=10**6)
+    first = train(**settings)
+    again = train(**settings)
+    assert (again.steps, again.best) == (first.steps, first.best)
+    assert curve(work / "by-the-clock")[-1]["step"] == first.steps
+
+
 def test_a_second_run_in_the_same_folder_is_refused(work):  # noqa: F811
     command = [sys.executable, "-m", "eyas", "train", "--track", "none", "--steps", "1000000", "--held-out", "0.2"]
     command += ["--states", work / "store", "--model-path", work / "target", "--output-dir", work / "one-writer"]

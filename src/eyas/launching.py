@@ -35,6 +35,11 @@ def take_over_launcher(s: TrainSettings) -> TrainSettings:
             f"accelerate is set to mixed precision {precision}, eyas to --dtype {s.dtype}",
             "give accelerate launch --mixed_precision no, and eyas train the --dtype that you want (bfloat16 or float32)",
         )
+    if _yes("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise InputError(
+            "accelerate is set to FSDP version 1, which flattens the weights that the draft reads one by one",
+            "give accelerate launch --use_fsdp --fsdp_version 2",
+        )
     if _yes("ACCELERATE_USE_DEEPSPEED") or _yes("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError(
             "accelerate is set to DeepSpeed or Megatron-LM, eyas trains under DDP or FSDP2",

@@ -317,6 +317,8 @@ class _Run:
         if self.accelerator.is_main_process:
             vocabulary = {"size": len(self.vocabulary.ids), "coverage": self.vocabulary.coverage}
             self.progress({"step": self.step, "before": self.before, "vocabulary": vocabulary})
+        if self.step and self._out_of_time():  # a finished run, asked for again: not a step more
+            self.total_steps = self.step
         reader = Reader(
             self.states,
             self._schedule(self.step),
