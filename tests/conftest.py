@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,4 +109,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    deadline = time.monotonic() + 30
+    while subprocess.run(
+        ["umount", folder], check=False
+    ).returncode:  # busy while a process that ends has files open there
+        assert time.monotonic() < deadline, f"{folder} is still in use"
+        time.sleep(0.2)

@@ -31,6 +31,17 @@ from eyas.folder_lock import lock_folder
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
 
+@pytest.fixture
+def options(tiny_model, token_rows, tmp_path):
+    """Of the usual small extraction, for `eyas.extract`."""
+    return {
+        "model_path": str(tiny_model("llama")),
+        "prepared_data": str(token_rows(LENGTHS)),
+        "output_dir": str(tmp_path / "s"),
+        "layer_ids": [2],
+    }
+
+
 def reference(folder, sample, dtype=torch.float32):
     """hidden_states of every layer from a plain forward pass of one sample, id N before the final norm."""
     from transformers import AutoModelForCausalLM
@@ -241,13 +252,7 @@ def test_the_disk_must_hold_all_parts(tiny_model, token_rows, tmp_path):
     assert disk(shard="1/2") == disk()
 
 
-def test_a_finished_store_is_left_alone(tiny_model, token_rows, tmp_path):
-    options = {
-        "model_path": str(tiny_model("llama")),
-        "prepared_data": str(token_rows(LENGTHS)),
-        "output_dir": str(tmp_path / "s"),
-        "layer_ids": [2],
-    }
+def test_a_finished_store_is_left_alone(options, tmp_path):
     eyas.extract(**options)
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "s").glob("shard-*")}
     report = eyas.extract(**options)
@@ -272,13 +277,7 @@ def test_a_folder_with_foreign_files_is_refused(tiny_model, token_rows, tmp_path
     assert (tmp_path / "t" / "thesis.docx").exists()
 
 
-def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
-    options = {
-        "model_path": str(tiny_model("llama")),
-        "prepared_data": str(token_rows(LENGTHS)),
-        "output_dir": str(tmp_path / "s"),
-        "layer_ids": [2],
-    }
+def test_two_runs_into_one_folder(options, tmp_path):
     (tmp_path / "s").mkdir()
     with lock_folder(tmp_path / "s"), pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
         eyas.extract(**options)
@@ -288,14 +287,8 @@ def test_two_runs_into_one_folder(tiny_model, token_rows, tmp_path):
     ("first", "second", "beside"),
     [("0/2", None, False), (None, "0/2", False), ("0/2", "1/3", False), ("0/2", "0/2", False), ("0/2", "1/2", True)],
 )
-def test_only_parts_of_one_split_write_side_by_side(first, second, beside, tiny_model, token_rows, tmp_path):
+def test_only_parts_of_one_split_write_side_by_side(options, first, second, beside, tmp_path):
     """Any other run would make samples of the part a second time (fault F11)."""
-    options = {
-        "model_path": str(tiny_model("llama")),
-        "prepared_data": str(token_rows(LENGTHS)),
-        "output_dir": str(tmp_path / "s"),
-        "layer_ids": [2],
-    }
     (tmp_path / "s").mkdir()
     with lock_folder(tmp_path / "s", ExtractSettings(**options, shard=first).replica):
         if beside:
@@ -331,13 +324,7 @@ def test_a_run_that_ended_or_began_between_plan_and_lock(layer, tiny_model, toke
     assert sorted(eyas.open_states(tmp_path / "s").lengths) == sorted(LENGTHS)
 
 
-def test_a_run_with_nothing_to_do_changes_nothing_that_is_told(tiny_model, token_rows, tmp_path):
-    options = {
-        "model_path": str(tiny_model("llama")),
-        "prepared_data": str(token_rows(LENGTHS)),
-        "output_dir": str(tmp_path / "s"),
-        "layer_ids": [2],
-    }
+def test_a_run_with_nothing_to_do_changes_nothing_that_is_told(options, tmp_path):
     eyas.extract(**options)
     eyas.verify(tmp_path / "s", recompute=0)
     before = json.loads((tmp_path / "s" / "manifest.json").read_text())
@@ -377,15 +364,9 @@ def test_a_damaged_ledger_is_said_before_the_load(tiny_model, token_rows, tmp_pa
         plan(settings)
 
 
-def test_samples_in_two_shards_are_never_a_finished_store(tiny_model, token_rows, tmp_path):
+def test_samples_in_two_shards_are_never_a_finished_store(options, tmp_path):
     import shutil
 
-    options = {
-        "model_path": str(tiny_model("llama")),
-        "prepared_data": str(token_rows(LENGTHS)),
-        "output_dir": str(tmp_path / "s"),
-        "layer_ids": [2],
-    }
     eyas.extract(**options)
     shutil.copy(tmp_path / "s" / "shard-r000-00000.safetensors", tmp_path / "s" / "shard-s000r000-00000.safetensors")
     with pytest.raises(StoreError, match="F11"):
