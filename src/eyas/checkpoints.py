@@ -62,7 +62,7 @@ def save_checkpoint(
     moments = get_optimizer_state_dict(model, optimizer, options=_GATHERED)
     final = folder / f"step-{step:08d}"
     work = folder / f".tmp-step-{step:08d}"
-    need = 3 * sum(x.numel() * x.element_size() for x in weights.values())  # with the two moments
+    need = 3 * sum(x.nbytes for x in weights.values())  # with the two moments
     folder.mkdir(parents=True, exist_ok=True)
     with disk_full_named(folder, need, work):
         if accelerator.is_main_process:

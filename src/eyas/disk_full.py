@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from eyas.errors import DiskFullError
+from eyas.errors import DiskFullError, is_disk_full
 
 REMEDY = "free some space and run the same command again: what was finished is kept"
 
@@ -26,8 +25,7 @@ def disk_full_named(folder: Path, need: int | None = None, partial: Path | None 
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        said = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        full = said or (need is not None and folder.exists() and shutil.disk_usage(folder).free < need)
+        full = is_disk_full(error) or (need is not None and folder.exists() and shutil.disk_usage(folder).free < need)
         if partial is not None and partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         elif partial is not None:

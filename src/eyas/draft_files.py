@@ -46,7 +46,7 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    with disk_full_named(folder, sum(x.numel() * x.element_size() for x in weights.values()), temporary):
+    with disk_full_named(folder, sum(x.nbytes for x in weights.values()), temporary):
         save_file(weights, temporary, metadata={"format": "pt", "kind": KIND})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

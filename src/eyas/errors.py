@@ -6,6 +6,8 @@ The command line prints both and ends with `exit_code`; `docs/cli.md` lists the 
 
 from __future__ import annotations
 
+import errno
+
 
 class EyasError(Exception):
     """Something the user can act on. Args: what was found (with place and values), and what to do about it."""
@@ -76,3 +78,8 @@ class StalledError(EyasError):
 EXIT_INCOMPLETE = 20
 #: The run was stopped on request (Ctrl-C, `eyas runs stop`); finished shards are kept, the same command resumes.
 EXIT_INTERRUPTED = 130
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the operating system says that there is no room left (disk or quota)."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -107,7 +107,7 @@ def export(
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-    with disk_full_named(folder, sum(x.numel() * x.element_size() for x in weights.values()), temporary):
+    with disk_full_named(folder, sum(x.nbytes for x in weights.values()), temporary):
         save_file(weights, temporary, metadata={"format": "pt"})
         os.replace(temporary, folder / "model.safetensors")
     build = speculators_config if format == "speculators" else engine_config

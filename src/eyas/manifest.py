@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eyas.errors import DiskFullError, FolderConflictError, InputError, StoreError
+from eyas.errors import DiskFullError, FolderConflictError, InputError, StoreError, is_disk_full
 
 MANIFEST = "manifest.json"
 
@@ -57,7 +57,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise DiskFullError(
                 f"no space left in {folder}",
                 "free some space and run the same command again: what was finished is kept",

@@ -11,7 +11,6 @@ computed beside the states on the GPU, that the host copy has the same norms (a 
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ import torch
 
 from eyas.checksums import checksum_metadata
 from eyas.dataset import Sample
-from eyas.errors import ContractError, DiskFullError, StoreError
+from eyas.errors import ContractError, DiskFullError, StoreError, is_disk_full
 from eyas.manifest import fsync_folder
 from eyas.store import DTYPES, StoreSpec, ids_to_words, zero_states
 
@@ -399,7 +398,7 @@ def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
         ) from error
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_disk_full(error):
             raise DiskFullError(
                 f"no space left for {path.name} in {path.parent}",
                 "free some space and run the same command again: finished shards are kept",
