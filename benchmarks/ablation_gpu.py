@@ -65,7 +65,7 @@ def settings_of(name: str, base: dict[str, Any], kv_heads: int) -> dict[str, Any
 
 def train_one(folder: str, model_path: str, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """One job, in a process of its own pool."""
-    from eyas.training import train
+    from eyas.training.trainer import train
 
     draft = Path(folder) / "ablation" / f"{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -128,9 +128,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results, kept after every job and gone on with")
     words, settings = take_settings(sys.argv[1:])
     arguments = parser.parse_args(words)
-    from eyas.embedded import resolve_model_path
-    from eyas.model_files import describe_model
-    from eyas.store import open_states
+    from eyas.store.states import open_states
+    from eyas.target.embedded import resolve_model_path
+    from eyas.target.model_files import describe_model
 
     began = time.monotonic()
     info = describe_model(resolve_model_path(arguments.model_path), arguments.model_path)

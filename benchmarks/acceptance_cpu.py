@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    from eyas.demo_draft import narrow_domain_draft, rows
+    from eyas.cli.demo_draft import narrow_domain_draft, rows
 
     changed = {}
     for pair in arguments.settings:

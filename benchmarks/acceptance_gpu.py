@@ -51,7 +51,7 @@ def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
     They are taken out before parsing, so that they may stand anywhere, also behind a flag that takes several words.
     """
-    from eyas.train_settings import TrainSettings
+    from eyas.training.settings import TrainSettings
 
     known = {field.name for field in fields(TrainSettings)}
     found: dict[str, Any] = {}
@@ -70,10 +70,10 @@ def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
     """Answer the prompts until all are answered or the time is up, and gather all answers in `samples.jsonl`."""
-    from eyas.dataset import open_dataset
-    from eyas.generators import Generator, Sampling, TransformersGenerator, VllmGenerator
-    from eyas.masks import ChatTemplate
-    from eyas.regeneration import RegenerateSettings, regenerate
+    from eyas.data.chat_template import ChatTemplate
+    from eyas.data.dataset import open_dataset
+    from eyas.data.generators import Generator, Sampling, TransformersGenerator, VllmGenerator
+    from eyas.data.regeneration import RegenerateSettings, regenerate
 
     began = time.monotonic()
     shared: list[Generator] = []
@@ -157,9 +157,9 @@ def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], Non
 
 def extract_states(arguments: argparse.Namespace, folder: Path, device: str, say: Callable[[str], None]) -> None:
     """States of `samples.jsonl`; those of an earlier, smaller set of answers are removed."""
-    from eyas.dataset import open_dataset
-    from eyas.extraction import extract
-    from eyas.verification import verify
+    from eyas.data.dataset import open_dataset
+    from eyas.extraction.bulk import extract
+    from eyas.gates.verification import verify
 
     states, samples = folder / "states", folder / "samples.jsonl"
     if (states / "manifest.json").exists():
@@ -212,8 +212,8 @@ def main() -> None:
     arguments = parser.parse_args(words)
     import torch
 
-    from eyas.acceptance import evaluate
-    from eyas.training import train
+    from eyas.evaluation.acceptance import evaluate
+    from eyas.training.trainer import train
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="eyas-acceptance-"))

@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from eyas.batches import plan_batches
-from eyas.dataset import open_dataset
-from eyas.embedded import resolve_model_path
+from eyas.base.manifest import package_version
+from eyas.data.dataset import open_dataset
+from eyas.data.preparation import prepare
 from eyas.engines import packed_attention
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
-from eyas.layers import resolve_layer_ids
-from eyas.manifest import package_version
-from eyas.model_files import describe_model
-from eyas.preparation import prepare
-from eyas.store import StoreSpec
+from eyas.extraction.batches import plan_batches
+from eyas.store.states import StoreSpec
+from eyas.target.embedded import resolve_model_path
+from eyas.target.layers import resolve_layer_ids
+from eyas.target.model_files import describe_model
 
 
 def main() -> None:

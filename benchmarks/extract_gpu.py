@@ -138,7 +138,7 @@ def touch_pages(folder: Path, size: int, workers: int = 8) -> float:
 def make_samples(count: int, length: int, vocabulary: int, seed: int) -> list[Any]:
     import numpy as np
 
-    from eyas.dataset import Sample
+    from eyas.data.dataset import Sample
 
     random = np.random.default_rng(seed)
     mask = (np.arange(length) >= length // 2).astype(np.uint8)
@@ -149,8 +149,8 @@ def run_part(arguments: argparse.Namespace) -> dict[str, Any]:
     """One part, in this process."""
     import torch
 
-    from eyas.engines.vllm import VllmEngine, VllmSettings
-    from eyas.model_files import describe_model
+    from eyas.engines.vllm.engine import VllmEngine, VllmSettings
+    from eyas.target.model_files import describe_model
 
     shape = SHAPES[arguments.shape]
     config = json.loads(json.dumps(shape["config"]))
@@ -247,7 +247,7 @@ def _native(engine: Any, samples: list[Any], tokens: int) -> dict[str, Any]:
 
 
 def _captured(engine: Any, samples: list[Any], layers: list[int], store: Path, shard_mb: int) -> dict[str, Any]:
-    from eyas.store import StoreSpec, open_states, write_store_manifest
+    from eyas.store.states import StoreSpec, open_states, write_store_manifest
 
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)

@@ -24,12 +24,12 @@ import torch
 import xxhash
 from extract_cpu import cpu_name
 
-from eyas.dataset import Sample
-from eyas.loader import Reader, plan_epoch
-from eyas.manifest import package_version
-from eyas.model_files import human_bytes
-from eyas.shard_writer import ShardWriter
-from eyas.store import StoreSpec, open_states, write_store_manifest
+from eyas.base.manifest import package_version
+from eyas.data.dataset import Sample
+from eyas.store.states import StoreSpec, open_states, write_store_manifest
+from eyas.store.writer import ShardWriter
+from eyas.target.model_files import human_bytes
+from eyas.training.data import Reader, plan_epoch
 
 LAYERS = (2, 18, 33, 36)
 

@@ -17,8 +17,8 @@ import resource
 import tempfile
 from pathlib import Path
 
-from eyas.manifest import package_version
-from eyas.preparation import available_cores, packaged, prepare
+from eyas.base.manifest import package_version
+from eyas.data.preparation import available_cores, packaged, prepare
 
 
 def write_rows(path: Path, rows: int) -> None:

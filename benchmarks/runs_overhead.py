@@ -27,17 +27,17 @@ from pathlib import Path
 
 from extract_cpu import cpu_name
 
-from eyas import runs
-from eyas.batches import plan_batches
-from eyas.dataset import open_dataset
-from eyas.embedded import resolve_model_path
+from eyas.base.manifest import package_version
+from eyas.data.dataset import open_dataset
+from eyas.data.preparation import prepare
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
-from eyas.layers import resolve_layer_ids
-from eyas.manifest import package_version
-from eyas.model_files import describe_model
-from eyas.preparation import prepare
-from eyas.processes import keepers_of_run
-from eyas.store import StoreSpec
+from eyas.extraction.batches import plan_batches
+from eyas.runs import run as runs
+from eyas.runs.processes import keepers_of_run
+from eyas.store.states import StoreSpec
+from eyas.target.embedded import resolve_model_path
+from eyas.target.layers import resolve_layer_ids
+from eyas.target.model_files import describe_model
 
 log = logging.getLogger("eyas.benchmark")
 

@@ -124,9 +124,9 @@ def timed(step, rounds: int, tokens: int, device, warm_up: int) -> dict:
 def run_eyas(shape: dict, K: int, rounds: int, device: str, compiled: bool) -> dict:
     import torch
 
-    from eyas.draft import Draft, DraftConfig
-    from eyas.packing import pack
-    from eyas.teacher import TargetParts, Teacher
+    from eyas.drafts.eagle3.model import Draft, DraftConfig
+    from eyas.drafts.packing import pack
+    from eyas.target.teacher import TargetParts, Teacher
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = DraftConfig(

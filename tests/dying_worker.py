@@ -7,7 +7,7 @@ import logging
 import os
 import time
 
-from eyas.engines.vllm_worker import CaptureWorker
+from eyas.engines.vllm.worker import CaptureWorker
 
 
 class DyingWorker(CaptureWorker):

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from eyas.engines.vllm_worker import CaptureWorker
+from eyas.engines.vllm.worker import CaptureWorker
 
 
 @UnquantizedFusedMoEMethod.register_oot(name="UnquantizedFusedMoEMethod")

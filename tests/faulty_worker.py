@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from eyas.engines.vllm_capture import Step
-from eyas.engines.vllm_worker import CaptureWorker
+from eyas.engines.vllm.capture import Step
+from eyas.engines.vllm.worker import CaptureWorker
 
 
 class FaultyWorker(CaptureWorker):

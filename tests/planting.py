@@ -16,12 +16,12 @@ import psutil
 import torch
 from vllm_models import eyas_process, random_samples, write_dataset
 
-from eyas.dataset import Sample
+from eyas.base.errors import StoreError
+from eyas.data.dataset import Sample
 from eyas.engines.transformers import TransformersEngine
-from eyas.engines.vllm import VllmEngine
-from eyas.errors import StoreError
-from eyas.processes import SHM, recorded_shm
-from eyas.store import done_samples, finished_shards, open_states
+from eyas.engines.vllm.engine import VllmEngine
+from eyas.runs.processes import SHM, recorded_shm
+from eyas.store.states import done_samples, finished_shards, open_states
 
 
 @contextlib.contextmanager
@@ -138,9 +138,9 @@ def killed_and_resumed(model: Path, root: Path) -> Kills:
 DYING = """
 import sys
 from pathlib import Path
-from eyas import runs
-from eyas.engines.vllm import VllmEngine, VllmSettings
-from eyas.model_files import describe_model
+from eyas.runs import run as runs
+from eyas.engines.vllm.engine import VllmEngine, VllmSettings
+from eyas.target.model_files import describe_model
 
 if __name__ == "__main__":
     with runs.start("extract", log_level="debug"):

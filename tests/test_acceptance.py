@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_training import make_target, options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.acceptance import compare, evaluate, put_beside
-from eyas.acceptance_figures import SetResult, Timing, bootstrap
-from eyas.acceptance_plot import plot
-from eyas.dataset import open_dataset
-from eyas.errors import ContractError, InputError, StoreError
-from eyas.simulation import Acceptance
-from eyas.speculation import Trace
-from eyas.training import train
+from eyas.base.errors import ContractError, InputError, StoreError
+from eyas.data.dataset import open_dataset
+from eyas.evaluation.acceptance import compare, evaluate, put_beside
+from eyas.evaluation.decode import Trace
+from eyas.evaluation.statistics import SetResult, Timing, bootstrap
+from eyas.training.simulation import Acceptance
+from eyas.training.trainer import train
+from eyas.views.acceptance_plot import plot
 
 
 @pytest.fixture(scope="module")

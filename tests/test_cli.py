@@ -8,8 +8,8 @@ import sys
 import pytest
 from eyas_process import eyas_environment, run_eyas
 
-from eyas.cli import spread_lists
-from eyas.errors import FolderConflictError, InputError, PreflightError
+from eyas.base.errors import FolderConflictError, InputError, PreflightError
+from eyas.cli.main import spread_lists
 
 
 def loaded_modules(statement: str) -> set[str]:
@@ -27,7 +27,7 @@ def loaded_modules(statement: str) -> set[str]:
 def test_import_and_help_load_nothing_heavy():
     heavy = {"torch", "transformers", "numpy", "pyarrow", "pydantic", "vllm", "accelerate", "datasets"}
     assert not heavy & loaded_modules("import eyas")
-    assert not heavy & loaded_modules("import eyas.cli")
+    assert not heavy & loaded_modules("import eyas.cli.main")
 
 
 def test_every_public_name_resolves_to_a_function():
@@ -112,7 +112,7 @@ def test_errors_have_their_own_exit_codes_and_no_traceback(tiny_model, token_row
 def test_values_out_of_range_are_refused_at_once(command, flag, value):
     from typer.testing import CliRunner
 
-    from eyas.cli import app
+    from eyas.cli.main import app
 
     done = CliRunner().invoke(app, [*command.split(), flag, value], env={"NO_COLOR": "1", "COLUMNS": "200"})
     assert done.exit_code == 2

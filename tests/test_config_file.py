@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from eyas_process import run_eyas
 
-from eyas.config_file import expand_config
-from eyas.errors import InputError
+from eyas.base.errors import InputError
+from eyas.cli.config_file import expand_config
 
 
 @pytest.fixture

@@ -10,8 +10,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eyas.conversations import Conversation, DataSource, RawRow, RowError, TokenRow, check_columns, parse_row, read_rows
-from eyas.errors import InputError
+from eyas.base.errors import InputError
+from eyas.data.conversations import (
+    Conversation,
+    DataSource,
+    RawRow,
+    RowError,
+    TokenRow,
+    check_columns,
+    parse_row,
+    read_rows,
+)
 
 
 def parsed(row, **columns) -> Conversation | TokenRow:

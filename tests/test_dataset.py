@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from eyas.dataset import DatasetWriter, Sample, open_dataset
-from eyas.errors import InputError, StoreError
+from eyas.base.errors import InputError, StoreError
+from eyas.data.dataset import DatasetWriter, Sample, open_dataset
 
 
 def test_sample_id_is_a_fixed_function_of_content():

@@ -12,11 +12,11 @@ from chat_templates import byte_level_tokenizer
 from eyas_process import run_eyas
 from rich.console import Console
 
-from eyas.dataset import open_dataset
-from eyas.dataset_view import inspect_dataset, is_dataset
-from eyas.errors import InputError
-from eyas.preparation import prepare
-from eyas.row_samples import PrepareSettings
+from eyas.base.errors import InputError
+from eyas.data.dataset import open_dataset
+from eyas.data.preparation import prepare
+from eyas.data.rows import PrepareSettings
+from eyas.views.dataset_view import inspect_dataset, is_dataset
 
 ODD = "<script>alert(1)</script> & <b>bold</b>\n\tdone"
 

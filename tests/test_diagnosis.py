@@ -7,14 +7,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_training import VOCAB, make_target
 
-from eyas.checksums import checksum_metadata
-from eyas.dataset import DatasetWriter, Sample
-from eyas.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
-from eyas.extraction import extract
-from eyas.model_files import describe_model
-from eyas.speculation import Target
-from eyas.store import open_states
-from eyas.teacher import final_norm, load_target_parts
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.evaluation.decode import Target
+from eyas.evaluation.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
+from eyas.extraction.bulk import extract
+from eyas.store.checksums import checksum_metadata
+from eyas.store.states import open_states
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import final_norm, load_target_parts
 
 END = 3
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment
 
-from eyas import machine
-from eyas.doctor import check_target
-from eyas.preflight import Check
+from eyas.cli.doctor import check_target
+from eyas.gates import machine
+from eyas.gates.preflight import Check
 
 
 def tool(folder: Path, name: str, script: str) -> Path:
@@ -56,7 +56,7 @@ def test_without_a_driver_it_says_so(monkeypatch, tmp_path):
 
 
 def test_weights_that_do_not_fit_the_gpus_that_are_free(two_gpus):
-    from eyas.doctor import check_gpu_memory
+    from eyas.cli.doctor import check_gpu_memory
 
     assert check_gpu_memory(60 * 2**30, ranks=1).status == "OK"
     assert check_gpu_memory(60 * 2**30, ranks=2).status == "FAIL"
@@ -142,7 +142,7 @@ def test_weights_are_checked_by_header_against_file_length_without_reading_bodie
 
 
 def test_a_dataset_is_looked_at_without_a_model_too(tmp_path, token_rows):
-    from eyas.doctor import diagnose
+    from eyas.cli.doctor import diagnose
 
     missing = str(tmp_path / "none")
     assert by_name(diagnose(prepared_data=missing, quick=True))["dataset"].status == "FAIL"

@@ -7,9 +7,9 @@ import pytest
 import torch
 from reference_draft import sample_losses
 
-from eyas.draft import Draft, DraftConfig
-from eyas.errors import ContractError, InputError
-from eyas.packing import pack
+from eyas.base.errors import ContractError, InputError
+from eyas.drafts.eagle3.model import Draft, DraftConfig
+from eyas.drafts.packing import pack
 
 CONFIG = DraftConfig(
     hidden_size=12,

@@ -10,12 +10,12 @@ from eyas_process import run_eyas
 from test_training import make_dataset, make_target, options
 
 import eyas
-from eyas.draft_files import load_draft
-from eyas.draft_view import describe_draft
-from eyas.errors import StoreError
-from eyas.exporting import export, import_draft
-from eyas.extraction import extract
-from eyas.training import train
+from eyas.base.errors import StoreError
+from eyas.drafts.files import load_draft
+from eyas.exporting.folders import export, import_draft
+from eyas.extraction.bulk import extract
+from eyas.training.trainer import train
+from eyas.views.draft_view import describe_draft
 
 
 @pytest.fixture(scope="module")

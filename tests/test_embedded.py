@@ -8,8 +8,8 @@ import pytest
 from eyas_process import run_eyas
 
 import eyas
-from eyas.embedded import resolve_model_path
-from eyas.errors import InputError
+from eyas.base.errors import InputError
+from eyas.target.embedded import resolve_model_path
 
 pytestmark = pytest.mark.smollm2
 

@@ -15,14 +15,14 @@ from test_layers import sglang_captures
 from test_training import VOCAB, make_target
 from torch.nn import functional as F
 
-from eyas.draft import Draft
-from eyas.draft_files import draft_weights, load_draft, save_draft
-from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
-from eyas.errors import InputError
-from eyas.exporting import export, import_draft
-from eyas.model_files import describe_model
-from eyas.packing import pack
-from eyas.teacher import load_target_parts
+from eyas.base.errors import InputError
+from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.model import Draft
+from eyas.drafts.files import draft_weights, load_draft, save_draft
+from eyas.drafts.packing import pack
+from eyas.exporting.folders import export, import_draft
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import load_target_parts
 
 T, LAYERS = 20, 6
 VARIANTS = {

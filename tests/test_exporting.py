@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_training import options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.draft import Draft
-from eyas.draft_files import draft_weights, init_from, load_draft, save_draft
-from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
-from eyas.errors import FolderConflictError, InputError, StoreError
-from eyas.exporting import export, import_draft
-from eyas.loader import read_batch
-from eyas.model_files import describe_model
-from eyas.store import open_states
-from eyas.teacher import load_target_parts
-from eyas.training import train
+from eyas.base.errors import FolderConflictError, InputError, StoreError
+from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.model import Draft
+from eyas.drafts.files import draft_weights, init_from, load_draft, save_draft
+from eyas.exporting.folders import export, import_draft
+from eyas.store.states import open_states
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import load_target_parts
+from eyas.training.data import read_batch
+from eyas.training.trainer import train
 
 LAYER = {
     *(f"self_attn.{p}_proj.weight" for p in "qkvo"),

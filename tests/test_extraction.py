@@ -15,8 +15,7 @@ import torch
 from eyas_process import eyas_command, eyas_environment
 
 import eyas
-from eyas.batches import plan_batches
-from eyas.errors import (
+from eyas.base.errors import (
     EXIT_INTERRUPTED,
     ContractError,
     DiskFullError,
@@ -25,8 +24,9 @@ from eyas.errors import (
     PreflightError,
     StoreError,
 )
-from eyas.extraction import ExtractSettings, plan
-from eyas.folder_lock import lock_folder
+from eyas.base.locks import lock_folder
+from eyas.extraction.batches import plan_batches
+from eyas.extraction.bulk import ExtractSettings, plan
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
@@ -408,7 +408,7 @@ def test_weights_missing_or_cut_short(tiny_model, token_rows, tmp_path):
 def test_weights_of_another_architecture_are_not_filled_with_noise(tiny_model, token_rows, tmp_path):
     import shutil
 
-    from eyas.errors import EngineError
+    from eyas.base.errors import EngineError
 
     broken = tmp_path / "m"
     shutil.copytree(tiny_model("llama"), broken)
@@ -460,7 +460,7 @@ def test_wrong_tokenizer_wrong_numbers_no_disk(tiny_model, token_rows, tmp_path,
     ]:
         with pytest.raises(InputError, match=says):
             eyas.extract(**{**options, **change})
-    monkeypatch.setattr("eyas.preflight.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("eyas.gates.preflight.free_bytes", lambda folder: 1000)
     with pytest.raises(PreflightError, match=r"disk: .* to write"):
         eyas.extract(**options)
     assert not list(tmp_path.glob("s/shard-*"))

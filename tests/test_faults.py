@@ -30,21 +30,21 @@ from planting import DYING, VICTIMS, Kills, killed_and_resumed, plant, planted, 
 from vllm_models import capture, random_samples, reference_states, worst_error
 
 import eyas
-from eyas import runs
-from eyas.conversations import Conversation
-from eyas.dataset import Sample, open_dataset
+from eyas.base.errors import EXIT_INCOMPLETE, ContractError, FolderConflictError, InputError, ParityError, StoreError
+from eyas.data.chat_template import ChatTemplate
+from eyas.data.conversations import Conversation
+from eyas.data.dataset import Sample, open_dataset
+from eyas.data.preparation import prepare
+from eyas.data.rows import PrepareSettings
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
-from eyas.engines.vllm import VllmEngine, VllmSettings
-from eyas.engines.vllm_start import engine_arguments
-from eyas.errors import EXIT_INCOMPLETE, ContractError, FolderConflictError, InputError, ParityError, StoreError
-from eyas.loglines import Wanted, first_causes, read_lines
-from eyas.masks import ChatTemplate
-from eyas.model_files import describe_model
-from eyas.parity import judge_final
-from eyas.preparation import prepare
-from eyas.processes import processes_of_run
-from eyas.row_samples import PrepareSettings
-from eyas.store import done_samples, finished_shards, open_states
+from eyas.engines.vllm.engine import VllmEngine, VllmSettings
+from eyas.engines.vllm.start import engine_arguments
+from eyas.gates.parity import judge_final
+from eyas.runs import run as runs
+from eyas.runs.loglines import Wanted, first_causes, read_lines
+from eyas.runs.processes import processes_of_run
+from eyas.store.states import done_samples, finished_shards, open_states
+from eyas.target.model_files import describe_model
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 LAYERS = [4, 2, 6]  # of the model that vLLM runs, in an order that is not ascending; 6 is the target state

@@ -1,7 +1,7 @@
 import pytest
 
-from eyas.errors import InputError
-from eyas.layers import default_aux_layers, describe_layer, from_sglang, resolve_layer_ids, to_sglang
+from eyas.base.errors import InputError
+from eyas.target.layers import default_aux_layers, describe_layer, from_sglang, resolve_layer_ids, to_sglang
 
 
 def test_a_numbering_that_is_none_is_refused() -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from eyas.loglines import Line, Wanted, first_causes, follow_lines, format_causes, read_lines
+from eyas.runs.loglines import Line, Wanted, first_causes, follow_lines, format_causes, read_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="process capture is for Linux")
 SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 
 DRIVER = """
 import ctypes, logging, multiprocessing, os, sys, time
-from eyas import logs, runs
+from eyas.runs import logs
+from eyas.runs import run as runs
 
 held = None  # the driver's stdout, as a library's log handler keeps it
 
@@ -152,7 +153,7 @@ def test_a_child_whose_output_somebody_reads_is_left_alone(drive, tmp_path):
     script = tmp_path / "reader.py"
     script.write_text(
         "import subprocess, sys\n"
-        "from eyas import runs\n"
+        "from eyas.runs import run as runs\n"
         "with runs.start('test'):\n"
         "    child = [sys.executable, '-c', 'import sys; print(1); sys.stderr.write(\"to the log\\\\n\")']\n"
         "    out = subprocess.run(child, stdout=subprocess.PIPE, text=True).stdout\n"
@@ -168,7 +169,7 @@ def test_data_loader_workers_have_files_of_their_own(drive, tmp_path, how):
     script = tmp_path / "loading.py"
     script.write_text(
         "import os, time, torch\n"
-        "from eyas import runs\n"
+        "from eyas.runs import run as runs\n"
         "class Rows(torch.utils.data.Dataset):\n"
         "    def __len__(self):\n"
         "        return 8\n"
@@ -194,7 +195,7 @@ def test_keeper_killed_in_the_middle_loses_no_line(drive, tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, subprocess, time\n"
-        "from eyas import runs, processes\n"
+        "from eyas.runs import processes, run as runs\n"
         "with runs.start('test') as run:\n"
         "    subprocess.run('for i in 1 2 3; do echo before $i; done', shell=True)\n"
         "    time.sleep(0.5)\n"
@@ -281,7 +282,7 @@ def test_the_level_asked_for_wins_over_the_environment_and_reaches_every_process
 
 
 def test_outside_a_run_attaching_does_nothing(monkeypatch):
-    from eyas import logs
+    from eyas.runs import logs
 
     monkeypatch.delenv("EYAS_RUN_DIR", raising=False)
     assert logs.attach_process("rank", 0) is False
@@ -291,7 +292,7 @@ def test_driver_killed_hard_its_stubborn_workers_end_within_seconds(drive, tmp_p
     script = tmp_path / "stubborn.py"
     script.write_text(
         "import os, signal, subprocess, sys, time\n"
-        "from eyas import runs\n"
+        "from eyas.runs import run as runs\n"
         "with runs.start('test') as run:\n"
         "    deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(\"up\", flush=True); time.sleep(600)'\n"
         "    children = [subprocess.Popen([sys.executable, '-c', deaf]) for _ in range(2)]\n"

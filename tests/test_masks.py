@@ -15,8 +15,8 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.conversations import Conversation
-from eyas.masks import ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.data.chat_template import ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.data.conversations import Conversation
 
 FAMILY = {
     "mistral": metaspace_tokenizer,

@@ -10,11 +10,11 @@ import pytest
 from chat_templates import byte_level_tokenizer
 from test_conversations import BAD
 
-from eyas.dataset import open_dataset
-from eyas.errors import FolderConflictError, InputError
-from eyas.folder_lock import lock_folder
-from eyas.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
-from eyas.row_samples import PrepareSettings
+from eyas.base.errors import FolderConflictError, InputError
+from eyas.base.locks import lock_folder
+from eyas.data.dataset import open_dataset
+from eyas.data.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
+from eyas.data.rows import PrepareSettings
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +203,9 @@ def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
 
 
 def test_long_samples_close_row_groups_early(model, tmp_path, monkeypatch):
-    import eyas.dataset
+    import eyas.data.dataset
 
-    monkeypatch.setattr(eyas.dataset, "TOKENS_PER_GROUP", 200)
+    monkeypatch.setattr(eyas.data.dataset, "TOKENS_PER_GROUP", 200)
     data = rows(tmp_path / "a.jsonl", *(chat(f"Hi {k}", "word " * 10 * k) for k in range(1, 9)))
     prepare(data, model, tmp_path / "out")
     file = pq.ParquetFile(tmp_path / "out" / "data-00000.parquet")

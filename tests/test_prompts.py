@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eyas.dataset import DatasetWriter, Sample
-from eyas.errors import InputError
-from eyas.prompts import load_prompts
+from eyas.base.errors import InputError
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.data.prompts import load_prompts
 
 WORDS = ["<unk>", "user", "assistant", "why", "how", "because", "def", "f", ":"]
 

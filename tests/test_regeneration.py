@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import byte_level_tokenizer, metaspace_tokenizer, slow_byte_tokenizer
 
-from eyas.dataset import open_dataset
-from eyas.errors import EngineError, FolderConflictError, InputError
-from eyas.folder_lock import lock_folder
-from eyas.generators import Answer, EndpointGenerator, Sampling, TransformersGenerator, ended
-from eyas.masks import ChatTemplate, MaskSettings
-from eyas.regeneration import RegenerateSettings, message_of, regenerate, samples_of
-from eyas.tokenizer import bytes_of, token_lookup
+from eyas.base.errors import EngineError, FolderConflictError, InputError
+from eyas.base.locks import lock_folder
+from eyas.data.chat_template import ChatTemplate, MaskSettings
+from eyas.data.dataset import open_dataset
+from eyas.data.generators import Answer, EndpointGenerator, Sampling, TransformersGenerator, ended
+from eyas.data.regeneration import RegenerateSettings, message_of, regenerate, samples_of
+from eyas.target.tokenizer import bytes_of, token_lookup
 
 QUESTIONS = ["Hi there", "What is 12 + 30?", "And now?", "Hello", "How are you?", "Is it sunny?"]
 

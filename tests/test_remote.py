@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment
 
-from eyas import remote
-from eyas.errors import EyasError, InputError
-from eyas.processes import all_pids, command_of, parent_of
+from eyas.base.errors import EyasError, InputError
+from eyas.runs import remote
+from eyas.runs.processes import all_pids, command_of, parent_of
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 needs_sshd = pytest.mark.skipif(
@@ -28,7 +28,7 @@ needs_sshd = pytest.mark.skipif(
 #: What stands in for a long command on the far side: a run that counts, prints, and ends when a file appears.
 LONG = """
 import logging, os, sys, time
-from eyas import runs
+from eyas.runs import run as runs
 logging.getLogger("eyas").setLevel(logging.INFO)
 with runs.start("test", sys.argv[1:]) as run:
     for number in range(100000):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eyas import runs
-from eyas.manifest import write_json
-from eyas.report import layer_rows, ledger_reasons, line_svg, mean_rate, rate_points, render
+from eyas.base.manifest import write_json
+from eyas.runs import run as runs
+from eyas.views.report import layer_rows, ledger_reasons, line_svg, mean_rate, rate_points, render
 
 HOSTILE = "</section><script>alert(1)</script> & \"quoted\" <b onclick='x'>"
 

@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment, write_token_rows
 
-from eyas import runs, stopping
-from eyas.background import without_flags
-from eyas.errors import FolderConflictError, InputError
-from eyas.loglines import Wanted, read_lines
-from eyas.processes import SHM, Mark, command_of, is_alive, keepers_of_run, mark_of, processes_of_run, this_process
+from eyas.base.errors import FolderConflictError, InputError
+from eyas.runs import run as runs
+from eyas.runs import stopping
+from eyas.runs.background import without_flags
+from eyas.runs.loglines import Wanted, read_lines
+from eyas.runs.processes import SHM, Mark, command_of, is_alive, keepers_of_run, mark_of, processes_of_run, this_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
 
 #: A driver with two ranks, without torch: what it does is told by its arguments.
 DRIVER = """
 import mmap, multiprocessing, os, subprocess, sys, time
-from eyas import logs, runs
+from eyas.runs import logs
+from eyas.runs import run as runs
 
 def rank_main(rank, segment):
     logs.attach_process("rank", rank)
@@ -361,7 +363,7 @@ def test_a_terminal_that_is_closed_ends_a_run_in_good_order(state, tmp_path):
 
 def script_run(tmp_path: Path, body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
-    script.write_text("import sys, time\nfrom eyas import runs\nfrom eyas.errors import *\n" + body)
+    script.write_text("import sys, time\nfrom eyas.runs import run as runs\nfrom eyas.base.errors import *\n" + body)
     return subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
@@ -576,7 +578,7 @@ def test_samples_that_were_not_written_end_the_run_with_a_code_of_its_own(state,
 def test_a_full_disk_under_the_run_folder_does_not_end_the_run(state, tmp_path, small_disk):
     body = f"""
 import contextlib
-from eyas.errors import DiskFullError
+from eyas.base.errors import DiskFullError
 with runs.start("test", run_dir="{small_disk}/run") as run:
     with contextlib.suppress(OSError), open("{small_disk}/filler", "wb", buffering=0) as filler:
         while True:

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from test_draft import CONFIG, packed, random_draft, random_samples
 
-from eyas.simulation import simulate, walk
-from eyas.teacher import TargetParts, Teacher
+from eyas.target.teacher import TargetParts, Teacher
+from eyas.training.simulation import simulate, walk
 
 
 def test_walk_by_hand():

@@ -5,15 +5,15 @@ import pytest
 import torch
 from test_training import VOCAB, make_target
 
-from eyas.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
-from eyas.draft import Draft
-from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
-from eyas.errors import InputError
-from eyas.model_files import describe_model
-from eyas.packing import pack
-from eyas.simulation import simulate
-from eyas.speculation import Target, decode, reject
-from eyas.teacher import Teacher, load_target_parts
+from eyas.base.errors import InputError
+from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.model import Draft
+from eyas.drafts.packing import pack
+from eyas.evaluation.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
+from eyas.evaluation.decode import Target, decode, reject
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import Teacher, load_target_parts
+from eyas.training.simulation import simulate
 
 AUX = (1, 3, 5)
 

@@ -14,10 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from eyas.dataset import Sample
-from eyas.errors import ContractError, DiskFullError, FolderConflictError, InputError, StoreError
-from eyas.shard_writer import ShardWriter, quantise_fp8
-from eyas.store import (
+from eyas.base.errors import ContractError, DiskFullError, FolderConflictError, InputError, StoreError
+from eyas.data.dataset import Sample
+from eyas.store.states import (
     StoreSpec,
     done_samples,
     open_states,
@@ -25,6 +24,7 @@ from eyas.store import (
     refuse_other_states,
     write_store_manifest,
 )
+from eyas.store.writer import ShardWriter, quantise_fp8
 
 H = 16
 
@@ -184,7 +184,7 @@ def test_two_writers_of_one_name_overwrite_nothing(tmp_path):
 
 def test_memory_is_bounded_by_the_disk(tmp_path, monkeypatch):
     """A disk that does not answer holds `reserve` back; nothing piles up in RAM."""
-    import eyas.shard_writer as module
+    import eyas.store.writer as module
 
     gate = threading.Event()
     real = module.write_shard_file

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eyas.draft_setup import choose_vocabulary, count_supervised, derive_config, rope_of
-from eyas.errors import InputError
-from eyas.model_files import describe_model
-from eyas.teacher import Teacher, load_target_parts
+from eyas.base.errors import InputError
+from eyas.drafts.eagle3.init import choose_vocabulary, count_supervised, derive_config, rope_of
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import Teacher, load_target_parts
 
 SIZES = {
     "vocab_size": 80,

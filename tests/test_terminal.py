@@ -7,9 +7,10 @@ from eyas_process import in_terminal, run_eyas
 from test_acceptance import draft  # noqa: F401  the fixture that trains one
 from test_training import work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas import console, runs
-from eyas.run_table import table
-from eyas.trace import HOST_COPY, MODEL_OUTPUT, SHARD, SPLIT, Hop, hop_table
+from eyas.engines.contract import HOST_COPY, MODEL_OUTPUT, SHARD, SPLIT, Hop, hop_table
+from eyas.runs import run as runs
+from eyas.views import console
+from eyas.views.run_table import table
 
 
 @pytest.fixture

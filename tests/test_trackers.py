@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from test_training import curve, options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.errors import ContractError, InputError
-from eyas.manifest import package_version
-from eyas.trackers import check_trackers
-from eyas.training import train
+from eyas.base.errors import ContractError, InputError
+from eyas.base.manifest import package_version
+from eyas.training.trackers import check_trackers
+from eyas.training.trainer import train
 
 FIGURES = {
     "learning_rate",

@@ -9,21 +9,21 @@ import torch
 from test_store import flip
 
 import eyas
-from eyas.checkpoints import list_checkpoints
-from eyas.dataset import DatasetWriter, Sample
-from eyas.draft import Draft
-from eyas.draft_files import load_draft
-from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise, measured_scale
-from eyas.embedded import resolve_model_path
-from eyas.errors import FolderConflictError, InputError, StoreError
-from eyas.extraction import extract
-from eyas.folder_lock import lock_folder
-from eyas.loader import plan_epoch, split_by_prompt
-from eyas.model_files import describe_model
-from eyas.store import open_states
-from eyas.teacher import load_target_parts
-from eyas.training import train
-from eyas.verification import verify
+from eyas.base.errors import FolderConflictError, InputError, StoreError
+from eyas.base.locks import lock_folder
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise, measured_scale
+from eyas.drafts.eagle3.model import Draft
+from eyas.drafts.files import load_draft
+from eyas.extraction.bulk import extract
+from eyas.gates.verification import verify
+from eyas.store.states import open_states
+from eyas.target.embedded import resolve_model_path
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import load_target_parts
+from eyas.training.checkpoints import list_checkpoints
+from eyas.training.data import plan_epoch, split_by_prompt
+from eyas.training.trainer import train
 
 VOCAB, WIDTH = 96, 32
 

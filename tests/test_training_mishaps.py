@@ -13,14 +13,14 @@ import torch
 from test_training import VOCAB, curve, options, work  # noqa: F401  the fixture that makes target, data and store
 from test_training_ranks import launch_script
 
-from eyas.acceptance import evaluate
-from eyas.checkpoints import list_checkpoints
-from eyas.dataset import DatasetWriter, Sample
-from eyas.errors import DiskFullError, FolderConflictError, InputError, StoreError
-from eyas.exporting import export, import_draft
-from eyas.extraction import extract
-from eyas.training import train
-from eyas.verification import verify
+from eyas.base.errors import DiskFullError, FolderConflictError, InputError, StoreError
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.evaluation.acceptance import evaluate
+from eyas.exporting.folders import export, import_draft
+from eyas.extraction.bulk import extract
+from eyas.gates.verification import verify
+from eyas.training.checkpoints import list_checkpoints
+from eyas.training.trainer import train
 
 
 def same_weights(a, b):
@@ -186,7 +186,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path
 CLOCKS = """
 import json, sys, time, os
 import torch
-from eyas import training
+from eyas.training import trainer as training
 
 # The second rank's clock runs ahead, as clocks of ranks that were started one after the other do, only more.
 real, rank = time.monotonic, int(os.environ["RANK"])

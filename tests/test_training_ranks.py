@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_training import curve, options, work  # noqa: F401  the fixture that makes target, data and store
 
-from eyas.checkpoints import list_checkpoints
-from eyas.draft_files import load_draft
-from eyas.training import train
+from eyas.drafts.files import load_draft
+from eyas.training.checkpoints import list_checkpoints
+from eyas.training.trainer import train
 
 SCRIPT = """
 import json, sys
 import accelerate, torch
-from eyas.training import train
+from eyas.training.trainer import train
 
 if sys.argv[2] == "fsdp2":
     # On the CPU accelerate's `prepare` leaves FSDP out. What it does on GPUs, done here with its own plugin, made from the environment

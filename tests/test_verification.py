@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import eyas
-from eyas.checksums import checksum_metadata
-from eyas.errors import InputError, StoreError
+from eyas.base.errors import InputError, StoreError
+from eyas.store.checksums import checksum_metadata
 
 
 @pytest.fixture(scope="module")

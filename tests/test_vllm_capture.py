@@ -16,22 +16,22 @@ import psutil
 import pytest
 import torch
 
-from eyas.batches import in_share
-from eyas.dataset import Sample
-from eyas.engines.vllm_capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
-from eyas.engines.vllm_start import (
+from eyas.base.errors import ContractError, InputError
+from eyas.data.dataset import Sample
+from eyas.engines.contract import HOPS, first_bad, hop_table, read_hops
+from eyas.engines.vllm.capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
+from eyas.engines.vllm.start import (
     VllmSettings,
     engine_arguments,
     engine_environment,
     thread_binding,
     writer_settings,
 )
-from eyas.errors import ContractError, InputError
-from eyas.extraction import ExtractSettings
-from eyas.rehearsal import shallow_config, shallow_ids
-from eyas.shard_writer import ShardWriter
-from eyas.store import StoreSpec, open_states, write_store_manifest
-from eyas.trace import HOPS, first_bad, hop_table, read_hops
+from eyas.extraction.batches import in_share
+from eyas.extraction.bulk import ExtractSettings
+from eyas.extraction.rehearsal import shallow_config, shallow_ids
+from eyas.store.states import StoreSpec, open_states, write_store_manifest
+from eyas.store.writer import ShardWriter
 
 H = 8
 LAYERS = (3, 1)
@@ -205,7 +205,7 @@ def test_shares_divide_a_dataset_and_ranks_divide_each_share() -> None:
 
 
 def test_the_engine_is_told_the_layers_in_its_hashed_configuration(tiny_model, tmp_path: Path) -> None:
-    from eyas.model_files import describe_model
+    from eyas.target.model_files import describe_model
 
     settings = VllmSettings(describe_model(tiny_model("llama")))
     one, other = (engine_arguments(settings, ids, tmp_path, gpu=True) for ids in ([2, 4], [1, 4]))
@@ -221,7 +221,7 @@ def test_the_engine_is_told_the_layers_in_its_hashed_configuration(tiny_model, t
 def test_a_rehearsal_on_gpus_starts_quickly_and_a_run_safely(
     tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eyas.model_files import describe_model
+    from eyas.target.model_files import describe_model
 
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     run = VllmSettings(describe_model(tiny_model("llama")))
@@ -240,8 +240,8 @@ def test_a_rehearsal_on_gpus_starts_quickly_and_a_run_safely(
 
 
 def test_an_engine_that_generates_counts_as_a_first_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyas.engines import vllm_start
-    from eyas.generators import Sampling, VllmGenerator
+    from eyas.data.generators import Sampling, VllmGenerator
+    from eyas.engines.vllm import start as vllm_start
 
     monkeypatch.setattr(vllm_start, "_starts", count())
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -252,7 +252,7 @@ def test_an_engine_that_generates_counts_as_a_first_engine_too(monkeypatch: pyte
 
 def test_a_core_is_not_waited_for_once_its_ranks_have_left(tmp_path: Path) -> None:
     """A core that lingers after its ranks, as vLLM's does while Python collects its garbage."""
-    from eyas.engines.vllm_stop import end_engine
+    from eyas.engines.vllm.stop import end_engine
 
     lingers = "import subprocess, sys, time, signal, pathlib\n"
     lingers += "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -298,7 +298,7 @@ def test_a_shallow_copy_tells_the_ids_apart() -> None:
 
 
 def test_host_memory_holds_three_steps_whatever_the_shard_size(tiny_model) -> None:
-    from eyas.model_files import describe_model
+    from eyas.target.model_files import describe_model
 
     settings = VllmSettings(describe_model(tiny_model("llama")), step_tokens=1000)
     assert writer_settings(settings, 32_000, 8_000_000, gpu=True)["buffers"] * 8_000_000 >= 3 * 1000 * 32_000

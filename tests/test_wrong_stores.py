@@ -11,16 +11,16 @@ from test_diagnosis import rewrite
 from test_store import flip
 from test_training import VOCAB, make_target, options
 
-from eyas.acceptance import baseline_guessers, evaluate
-from eyas.dataset import DatasetWriter, Sample
-from eyas.draft_view import describe_draft
-from eyas.errors import StoreError
-from eyas.extraction import extract
-from eyas.model_files import describe_model
-from eyas.speculation import Target, decode
-from eyas.store import open_states
-from eyas.teacher import final_norm, load_target_parts
-from eyas.training import train
+from eyas.base.errors import StoreError
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.evaluation.acceptance import baseline_guessers, evaluate
+from eyas.evaluation.decode import Target, decode
+from eyas.extraction.bulk import extract
+from eyas.store.states import open_states
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import final_norm, load_target_parts
+from eyas.training.trainer import train
+from eyas.views.draft_view import describe_draft
 
 USER, ANSWER = 1, 2  # the template: USER question ANSWER
 REPLY = 24

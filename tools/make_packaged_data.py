@@ -1,4 +1,4 @@
-"""Builds the packaged sets in src/eyas/data from the texts in packaged_content.py; the same files come out every time.
+"""Builds the packaged sets in src/eyas/data/packaged from the texts in packaged_content.py; the same files come out every time.
 
     python tools/make_packaged_data.py
 
@@ -28,7 +28,7 @@ from packaged_content import (
     WORDS,
 )
 
-DATA = Path(__file__).parents[1] / "src" / "eyas" / "data"
+DATA = Path(__file__).parents[1] / "src" / "eyas" / "data" / "packaged"
 Turns = list[tuple[str, str]]
 
 

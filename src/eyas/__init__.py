@@ -9,19 +9,19 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "open_dataset": "eyas.dataset",
-    "open_states": "eyas.store",
-    "verify": "eyas.verification",
-    "MaskSettings": "eyas.masks",
-    "PrepareSettings": "eyas.row_samples",
-    "prepare": "eyas.preparation",
-    "regenerate": "eyas.regeneration",
-    "extract": "eyas.extraction",
-    "train": "eyas.training",
-    "evaluate": "eyas.acceptance",
-    "export": "eyas.exporting",
-    "import_draft": "eyas.exporting",
-    "rehearse": "eyas.rehearsal",
+    "open_dataset": "eyas.data.dataset",
+    "open_states": "eyas.store.states",
+    "verify": "eyas.gates.verification",
+    "MaskSettings": "eyas.data.chat_template",
+    "PrepareSettings": "eyas.data.rows",
+    "prepare": "eyas.data.preparation",
+    "regenerate": "eyas.data.regeneration",
+    "extract": "eyas.extraction.bulk",
+    "train": "eyas.training.trainer",
+    "evaluate": "eyas.evaluation.acceptance",
+    "export": "eyas.exporting.folders",
+    "import_draft": "eyas.exporting.folders",
+    "rehearse": "eyas.extraction.rehearsal",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -1,6 +1,6 @@
 """`python -m eyas` is the command `eyas`."""
 
-from eyas.cli import main
+from eyas.cli.main import main
 
 if __name__ == "__main__":
     main()

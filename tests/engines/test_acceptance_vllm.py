@@ -17,8 +17,8 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from eyas.acceptance_vllm import measure_vllm
-from eyas.prompts import PromptSet
+from eyas.evaluation.vllm import measure_vllm
+from eyas.data.prompts import PromptSet
 
 if __name__ == "__main__":
     draft, target, prompts, out = sys.argv[1:]
@@ -45,12 +45,12 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from eyas.draft import Draft
-    from eyas.draft_files import draft_weights, save_draft
-    from eyas.draft_setup import FirstWeights, choose_vocabulary, derive_config, initialise
-    from eyas.model_files import describe_model
-    from eyas.speculation import Target, decode
-    from eyas.teacher import load_target_parts
+    from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+    from eyas.drafts.eagle3.model import Draft
+    from eyas.drafts.files import draft_weights, save_draft
+    from eyas.evaluation.decode import Target, decode
+    from eyas.target.model_files import describe_model
+    from eyas.target.teacher import load_target_parts
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -56,7 +56,7 @@ def check(lines: list[dict]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from eyas.embedded import embedded_model
+    from eyas.target.embedded import embedded_model
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_model())
     target = AutoModelForCausalLM.from_pretrained(embedded_model(), dtype=torch.float32).eval()
@@ -99,7 +99,7 @@ def free_port() -> int:
 
 
 def test_a_real_server(data, tmp_path):
-    from eyas.embedded import embedded_model
+    from eyas.target.embedded import embedded_model
 
     port = free_port()
     command = [

@@ -5,8 +5,8 @@ import torch
 from test_draft_rope import ROPES, config_with
 from transformers import LlamaConfig
 
-from eyas.draft import Draft
-from eyas.exporting import engine_config
+from eyas.drafts.eagle3.model import Draft
+from eyas.exporting.folders import engine_config
 
 pytest.importorskip("vllm")
 

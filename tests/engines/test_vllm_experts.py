@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from vllm_models import random_samples, reference_states, worst_error, write_dataset
 
-from eyas.engines import vllm, vllm_start
+from eyas.base.errors import PreflightError
 from eyas.engines.base import CaptureResult
-from eyas.errors import PreflightError
-from eyas.extraction import extract
-from eyas.model_files import describe_model
-from eyas.store import finished_shards, open_states
+from eyas.engines.vllm import engine as vllm
+from eyas.engines.vllm import start as vllm_start
+from eyas.extraction.bulk import extract
+from eyas.store.states import finished_shards, open_states
+from eyas.target.model_files import describe_model
 
 pytestmark = pytest.mark.vllm
 LENGTHS = [5, 1, 200, 17, 64, 299, 33, 80, 12]

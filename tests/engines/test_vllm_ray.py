@@ -21,13 +21,13 @@ from eyas_process import eyas_command, eyas_environment
 from planting import wait_for_shards
 from vllm_models import random_samples, reference_states, worst_error, write_dataset
 
-from eyas import runs
-from eyas.engines.vllm_start import VllmSettings, ray_devices, refuse_impossible, thread_binding
-from eyas.errors import PreflightError, StoreError
-from eyas.loglines import Wanted, read_lines
-from eyas.model_files import describe_model
-from eyas.processes import Mark, is_alive, processes_of_run, recorded_processes
-from eyas.store import done_samples, finished_shards, open_states
+from eyas.base.errors import PreflightError, StoreError
+from eyas.engines.vllm.start import VllmSettings, ray_devices, refuse_impossible, thread_binding
+from eyas.runs import run as runs
+from eyas.runs.loglines import Wanted, read_lines
+from eyas.runs.processes import Mark, is_alive, processes_of_run, recorded_processes
+from eyas.store.states import done_samples, finished_shards, open_states
+from eyas.target.model_files import describe_model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'eyas[ray]')")
 pytestmark = pytest.mark.vllm
@@ -188,7 +188,7 @@ def test_pipeline_stages_on_two_nodes_one_killed_then_resumed(
 def test_waiting_for_a_rank_on_another_host_ends_with_the_executor() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
-    from eyas.engines.vllm_ray import VERDICT, Answers, RayWorkerProc
+    from eyas.engines.vllm.ray import VERDICT, Answers, RayWorkerProc
 
     status = RayWorkerProc.ResponseStatus
     rank = MessageQueue(n_reader=1, n_local_reader=0, connect_ip="127.0.0.1")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment, write_token_rows
 
-from eyas import runs, stopping
-from eyas.loglines import Wanted, read_lines
-from eyas.processes import SHM, Mark, is_alive, processes_of_run, recorded_processes, recorded_shm
-from eyas.rehearsal import rehearse
+from eyas.extraction.rehearsal import rehearse
+from eyas.runs import run as runs
+from eyas.runs import stopping
+from eyas.runs.loglines import Wanted, read_lines
+from eyas.runs.processes import SHM, Mark, is_alive, processes_of_run, recorded_processes, recorded_shm
 
 pytestmark = [
     pytest.mark.vllm,

@@ -19,14 +19,14 @@ from vllm_models import (
     write_dataset,
 )
 
-from eyas.engines.vllm import VllmEngine, VllmSettings
-from eyas.engines.vllm_start import refuse_impossible
-from eyas.errors import ContractError, PreflightError
-from eyas.extraction import extract
-from eyas.model_files import describe_model
-from eyas.store import open_states
-from eyas.trace import HOPS, read_hops
-from eyas.verification import verify
+from eyas.base.errors import ContractError, PreflightError
+from eyas.engines.contract import HOPS, read_hops
+from eyas.engines.vllm.engine import VllmEngine, VllmSettings
+from eyas.engines.vllm.start import refuse_impossible
+from eyas.extraction.bulk import extract
+from eyas.gates.verification import verify
+from eyas.store.states import open_states
+from eyas.target.model_files import describe_model
 
 pytestmark = pytest.mark.vllm
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from eyas.dataset import Sample
-from eyas.preflight import Check
-from eyas.store import StoreSpec
+from eyas.data.dataset import Sample
+from eyas.gates.preflight import Check
+from eyas.store.states import StoreSpec
 
 
 @dataclass(frozen=True)

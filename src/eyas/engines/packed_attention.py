@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from eyas.ttt_attention import flash_fits
+from eyas.drafts.eagle3.attention import flash_fits
 
 NAME = "eyas_packed"
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from eyas.batches import replica_name
-from eyas.dataset import Sample
+from eyas.base.errors import ContractError, EngineError, EyasError, InputError
+from eyas.data.dataset import Sample
 from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
-from eyas.errors import ContractError, EngineError, EyasError, InputError
-from eyas.model_files import LOADING, ModelInfo
-from eyas.preflight import Check, check_memory
-from eyas.shard_writer import ShardWriter, Slot
-from eyas.store import DTYPES, StoreSpec
+from eyas.extraction.batches import replica_name
+from eyas.gates.preflight import Check, check_memory
+from eyas.store.states import DTYPES, StoreSpec
+from eyas.store.writer import ShardWriter, Slot
+from eyas.target.model_files import LOADING, ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class TransformersEngine:
         return output.last_hidden_state[0]
 
     def parity(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        from eyas.parity import check_parity
+        from eyas.gates.parity import check_parity
 
         return check_parity(self, samples)
 

@@ -1,0 +1,129 @@
+"""`eyas demo`: the pipeline on the embedded model and the conversations that ship with eyas, minutes on a laptop CPU.
+
+    prepare -> extract -> verify                           varied conversations, as they are
+    regenerate -> extract -> verify -> train -> eval       a narrow domain that a draft learns in minutes
+
+Every stage is the public function that a user calls, on real files; what it leaves can be looked at with `eyas inspect`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.base.errors import StoreError
+from eyas.cli.demo_draft import narrow_domain_draft
+from eyas.cli.demo_draft import rows as draft_rows
+from eyas.data.preparation import prepare
+from eyas.engines.base import Progress
+from eyas.extraction.bulk import extract
+from eyas.gates.verification import verify
+from eyas.runs.run import note, report_progress
+from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
+from eyas.target.model_files import human_bytes
+from eyas.views.console import BulkBar, parity_text, show_preflight
+from eyas.views.train_console import TrainDisplay
+
+#: Optimizer steps of the demo: about two minutes; more gives more (`benchmarks/acceptance_cpu.py`).
+TRAIN_STEPS = 280
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """Rows of a closing table: what and where."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+def demo(
+    output_dir: str | Path,
+    say: Callable[[str], None],
+    show: Callable[[DemoReport], None] = lambda report: None,
+    *,
+    states_only: bool = False,
+) -> DemoReport:
+    """Run the demo into `output_dir` (made if missing; resumed if it was stopped).
+
+    Args:
+        say: called with a line for each stage.
+        show: called with the table of each half, as it is done: the store after a minute, the draft minutes later.
+        states_only: stop after the store.
+
+    Raises:
+        StoreError: the store does not verify. And whatever the stages raise.
+    """
+    folder = Path(output_dir)
+    begun = time.monotonic()
+    say("1/9  the embedded model (unpacked once, about 20 s)")
+    model = resolve_model_path(EMBEDDED_NAME)
+    say("2/9  prepare: conversations -> tokens and loss masks")
+    prepared = prepare("conversations", EMBEDDED_NAME, folder / "dataset")
+    say("3/9  extract: hidden states of layers 2, 15, 27 and the target state")
+    bar = BulkBar()
+
+    def advance(done: Progress, samples: int, tokens: int) -> None:
+        report_progress(samples=done.samples, total=samples, tokens=done.tokens, total_tokens=tokens, bytes=done.bytes)
+        bar.update(done, samples, tokens)
+
+    try:
+        report = extract(
+            model_path=EMBEDDED_NAME,
+            prepared_data=str(folder / "dataset"),
+            output_dir=str(folder / "states"),
+            on_preflight=show_preflight,
+            on_stage=lambda line: bar.begin() if line.startswith("extracting") else None,
+            on_progress=advance,
+        )
+    finally:
+        bar.close()
+    say("4/9  verify: every byte, then samples recomputed by an independent forward pass")
+    checked = verify(folder / "states")
+    if checked.problems:
+        raise StoreError(
+            f"the demo's store does not verify: {checked.problems[0]}", "please report it with this output"
+        )
+    rate = (
+        f"extracted at {report.new_tokens / report.seconds:,.0f} tok/s"
+        if report.new_tokens
+        else "all there from an earlier run"
+    )
+    store_report = DemoReport(
+        (
+            ("model", f"{EMBEDDED_NAME} (SmolLM2-135M-Instruct), {model}"),
+            (
+                "dataset",
+                f"{folder / 'dataset'}: {prepared.samples} samples, {prepared.tokens} tokens, {prepared.supervised_tokens} supervised",
+            ),
+            (
+                "states",
+                f"{folder / 'states'}: {report.written} samples, {human_bytes(report.bytes)}, {rate}",
+            ),
+            ("parity", parity_text(report.parity)),
+            ("verified", f"{checked.shards} shards, {checked.tokens} tokens; {checked.recompute_note}"),
+            ("time", f"{time.monotonic() - begun:.0f} s"),
+            ("look at it", f"eyas inspect {folder / 'states'}    eyas inspect {folder / 'dataset'}"),
+        )
+    )
+    show(store_report)
+    note(results=[list(row) for row in store_report.rows])
+    if states_only:
+        return store_report
+    say("now a draft, on a narrow domain that it learns in minutes (Ctrl-C leaves the store as it is)")
+    stage = iter(range(5, 10))
+    display = TrainDisplay()
+    try:
+        draft = narrow_domain_draft(
+            folder / "narrow",
+            lambda line: say(f"{next(stage)}/9  {line}"),
+            progress=display.update,
+            steps=TRAIN_STEPS,
+            eval_every=75,
+        )
+    finally:
+        display.close()
+    draft_report = DemoReport((*draft_rows(draft), ("time", f"{time.monotonic() - begun:.0f} s in all")))
+    show(draft_report)
+    note(results=[list(row) for row in (*store_report.rows, *draft_report.rows)])
+    return draft_report

@@ -1,0 +1,422 @@
+"""`eyas prepare`: chat data -> token dataset with loss masks, streaming.
+
+    eyas prepare --data conversations --model-path smollm2 --output-dir out/dataset
+
+Rows are read one by one (`conversations.py`), made tokens and masks in worker processes (`masks.py`), and written as they come, in the
+order of the input. Nothing is lost silently: every row that was not used stands in `rejected.jsonl` with file, line and reason, and the
+report counts what was cut.
+
+Trade-off: exact duplicates are found by a set of 16-byte sample ids, the one thing in memory that grows with the number of rows (about
+100 bytes a row); two spellings of one conversation are two samples.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.base.errors import EyasError, FolderConflictError, InputError
+from eyas.base.locks import only_writer
+from eyas.base.manifest import MANIFEST, differing_fields, read_manifest, write_json
+from eyas.data.conversations import DataSource, RawRow, check_columns, read_rows
+from eyas.data.dataset import DatasetWriter, Sample
+from eyas.data.rows import Piece, PrepareSettings, RowMaker, RowResult, is_heldout
+from eyas.target.tokenizer import describe_shape, describe_tokenizer
+
+log = logging.getLogger(__name__)
+
+#: The sets written for this project that ship inside the package.
+PACKAGED = ("conversations", "word_problems", "word_problems_heldout")
+REJECTED, REPORT, HELDOUT = "rejected.jsonl", "report.json", "heldout"
+DATASET_FILES = {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, ".*.tmp"}
+#: Rows that one task of a worker process handles: large enough for batched tokenising, small enough for a bounded queue.
+CHUNK_ROWS = 128
+#: Inputs of fewer chunks than this are prepared without worker processes.
+CHUNKS_ALONE = 16
+HISTOGRAM_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass
+class PrepareReport:
+    """Counts of one run. rows = kept + dropped (rows); samples can be more than kept rows (unrolled, split) or fewer (duplicates)."""
+
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    samples: int = 0
+    heldout_samples: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    truncated: int = 0
+    answers: int = 0
+    answers_cut: int = 0
+    answers_lost: int = 0
+    answers_unfinished: int = 0
+    windows: int = 0  # samples that --on-long split made of long rows
+    duplicates: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # the first ones; all of them are in rejected.jsonl
+    histogram: dict[str, int] = field(default_factory=dict)
+    longest: int = 0
+    seconds: float = 0.0
+    workers: int = 1
+    output: str = ""
+    model: dict[str, int] | None = None
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def packaged(name: str) -> Path:
+    """Path of a set that ships with eyas: `conversations`, `word_problems`, `word_problems_heldout`. Raises InputError for another name."""
+    path = Path(__file__).with_name("packaged") / f"{name}.jsonl"
+    if name not in PACKAGED or not path.exists():
+        raise InputError(f"no packaged set named {name!r}", f"there are {', '.join(PACKAGED)}")
+    return path
+
+
+# ---------------------------------------------------------------- chunks of rows, in worker processes
+
+
+def length_histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Number of samples by length in tokens, in bins that double; empty bins are left out."""
+    return _named_bins(np.bincount(np.searchsorted(HISTOGRAM_EDGES, lengths), minlength=len(HISTOGRAM_EDGES) + 1))
+
+
+def _named_bins(bins: np.ndarray) -> dict[str, int]:
+    edges = [0, *HISTOGRAM_EDGES]
+    names = [f"{low + 1}-{high}" for low, high in pairwise(edges)] + [f">{edges[-1]}"]
+    return {name: int(count) for name, count in zip(names, bins, strict=True) if count}
+
+
+_maker: RowMaker | None = None
+
+
+def _start_worker(*arguments: Any) -> None:
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _maker = RowMaker(*arguments)
+
+
+def _work(rows: list[RawRow]) -> list[RowResult]:
+    assert _maker is not None
+    return _maker(rows)
+
+
+def _chunks(sources: Sequence[DataSource], limit: int | None) -> Iterator[list[RawRow]]:
+    stream = islice((row for source in sources for row in read_rows(source)), limit)
+    while chunk := list(islice(stream, CHUNK_ROWS)):
+        yield chunk
+
+
+def _results(
+    chunks: Iterator[list[RawRow]], maker: RowMaker, workers: int, arguments: tuple[Any, ...]
+) -> Iterator[list[RowResult]]:
+    """Results in the order of the rows; worker processes are started only for inputs that repay it."""
+    if workers == 1:
+        for chunk in chunks:
+            yield maker(chunk)
+        return
+    ahead = list(islice(chunks, CHUNKS_ALONE))
+    if len(ahead) < CHUNKS_ALONE:  # starting processes costs seconds
+        for chunk in ahead:
+            yield maker(chunk)
+        return
+    import multiprocessing
+
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
+    waiting: deque[Future[list[RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_work, chunk))
+            if len(waiting) > 3 * workers:  # back-pressure: rows in flight are bounded
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise EyasError(
+            "a tokenising process died (out of memory, or a script that calls prepare() without `if __name__ == '__main__':`)",
+            "run again with --workers 1",
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def prepare(
+    data: str | Path | Sequence[str | Path],
+    model_path: str,
+    output_dir: str | Path,
+    *,
+    settings: PrepareSettings | None = None,
+    columns: Mapping[str, str] | None = None,
+    data_config: str | None = None,
+    data_split: str = "train",
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    limit: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[PrepareReport], None] | None = None,
+) -> PrepareReport:
+    """Make a token dataset from chat data, with the target's tokenizer and chat template.
+
+    Args:
+        data: files, folders, names of packaged sets or of data sets that `datasets` can load; several are read one after another.
+        model_path: folder or hub id of the target (only its tokenizer is loaded), or `smollm2`.
+        output_dir: the dataset's folder; a held-out part is a dataset of its own in its subfolder `heldout`.
+        columns: what -> column, where a data set names them unusually (`{"messages": "dialogue"}`).
+        chat_template: Jinja text to use instead of the tokenizer's.
+        workers: tokenising processes; None = one per available core, and none for small inputs.
+        progress: called with the running report after each chunk of rows.
+
+    Returns:
+        The report; also written to `report.json`, with every rejected row in `rejected.jsonl`.
+
+    Raises:
+        InputError: unreadable source, no template, or not one row could be used (the first reasons are named).
+        FolderConflictError: the folder holds something else, or a dataset made from other input or settings, or another run writes it.
+    """
+    settings, columns = settings or PrepareSettings(), dict(columns or {})
+    _check(settings, columns)
+    names = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
+    sources = [
+        DataSource(
+            str(packaged(name)) if name in PACKAGED and not Path(name).exists() else name, data_config, data_split
+        )
+        for name in names
+    ]
+    arguments = (model_path, trust_remote_code, chat_template, settings, columns)
+    maker = RowMaker(*arguments)
+    described: dict[str, Any] = {
+        "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
+        "tokenizer": describe_tokenizer(maker.template, model_path),
+        "settings": json.loads(json.dumps(asdict(settings))),
+    }
+    folder = Path(output_dir)
+    with only_writer(folder, DATASET_FILES):
+        _clear(folder, described, overwrite)
+        report = PrepareReport(workers=workers or available_cores(), output=str(folder))
+        sink = _Sink(folder, settings, report)
+        started = time.monotonic()
+        for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
+            for result in results:
+                sink.add(result)
+            report.seconds = time.monotonic() - started
+            if progress:
+                progress(report)
+        if report.samples == report.heldout_samples:  # nothing, or nothing but held-out samples
+            sink.abandon()
+            if report.samples:
+                raise InputError(
+                    f"all {report.samples} samples fell into the held-out part",
+                    "give more data, or a smaller --heldout",
+                )
+            shown = (
+                "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3])
+                or "the input is empty"
+            )
+            raise InputError(
+                f"not one of {report.rows} rows could be used: {shown}",
+                "fix the data, or the template (--chat-template)",
+            )
+        described["model"] = report.model = describe_shape(model_path, trust_remote_code)
+        sink.close(described)
+        report.seconds = time.monotonic() - started
+        log.info(
+            "prepared %d rows: %d kept, %d dropped, %d samples, %d tokens (%.0f tokens/s, %d processes)",
+            report.rows, report.kept, report.dropped, report.samples, report.tokens, report.tokens_per_second, report.workers,
+        )  # fmt: skip
+        return report
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_value: int = 2) -> int:
+    """Size of the states of `tokens` tokens: layers x hidden size x bytes a value, and 5 bytes of id and mask a token."""
+    return tokens * (layers * hidden_size * bytes_per_value + 5)
+
+
+def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
+    check_columns(columns)
+    if settings.max_seq_len < 2:
+        raise InputError(f"--max-seq-len {settings.max_seq_len}: expected at least 2 tokens")
+    if not 0.0 <= settings.heldout < 1.0:
+        raise InputError(f"--heldout {settings.heldout}: expected a share from 0 up to, not including, 1")
+
+
+def _clear(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
+    """Make room for the dataset: an unfinished one, or one of the same making, is replaced; any other is refused."""
+    if (folder / MANIFEST).exists() and not overwrite:
+        manifest = read_manifest(folder, "eyas.dataset", 1)
+        have = {key: manifest.get(key) for key in described}
+        if differing := differing_fields(have, described):
+            raise FolderConflictError(
+                f"{folder} holds a dataset made otherwise:\n  " + "\n  ".join(differing[:8]),
+                "name another --output-dir, or replace it with --overwrite",
+            )
+    if folder.exists():
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a reader never sees an old manifest with new files
+        for file in [*folder.glob("data-*.parquet"), folder / REJECTED, folder / REPORT]:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder / HELDOUT, ignore_errors=True)
+
+
+class _Sink:
+    """Receives rows in order: writes samples, counts everything, remembers which samples came before."""
+
+    def __init__(self, folder: Path, settings: PrepareSettings, report: PrepareReport):
+        self.folder, self.settings, self.report = folder, settings, report
+        self.writer = DatasetWriter(folder)
+        self.heldout = DatasetWriter(folder / HELDOUT) if settings.heldout else None
+        self.rejected = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by close() or abandon()
+        self.seen: dict[bytes, bool] = {}  # sample id -> whether it is in the held-out part
+        self.counts: Counter[str] = Counter()
+        self.bins = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
+
+    def add(self, result: RowResult) -> None:
+        report = self.report
+        report.rows += 1
+        report.answers += result.answers
+        report.answers_lost += result.lost
+        if result.reason is not None:
+            self._reject(result)
+            return
+        report.kept += 1
+        report.notes.update(set(result.notes))
+        apart = self.heldout is not None and is_heldout(result.key, self.settings.heldout)
+        report.truncated += (
+            any(
+                piece.cut or piece.lost or (len(piece.token_ids) == self.settings.max_seq_len and piece.truncated)
+                for piece in result.pieces
+            )
+            and self.settings.on_long == "truncate"
+        )
+        report.answers_unfinished += sum(piece.unfinished for piece in result.pieces)
+        for piece in result.pieces:
+            report.answers_cut += piece.cut
+            report.answers_lost += piece.lost
+            sample = Sample.of(piece.token_ids, piece.loss_mask)
+            digest = bytes.fromhex(sample.id)
+            if digest in self.seen:
+                report.duplicates += 1
+                self.counts[sample.id] += 1
+                if self.settings.duplicates == "once":
+                    continue
+            # An equal sample stays on its side, also if it came as chat once and as tokens once.
+            self._write(sample, piece, result, self.seen.setdefault(digest, apart))
+        if len(result.pieces) > 1 and self.settings.on_long == "split":
+            report.windows += len(result.pieces)
+
+    def _write(self, sample: Sample, piece: Piece, result: RowResult, apart: bool) -> None:
+        report = self.report
+        writer = self.heldout if apart and self.heldout else self.writer
+        writer.add(
+            sample,
+            source=result.place.source,
+            truncated=piece.truncated,
+            split="heldout" if apart else "train",
+            finish_reason="length" if piece.unfinished else None,
+        )
+        report.samples += 1
+        report.heldout_samples += apart
+        report.tokens += len(sample)
+        report.supervised_tokens += int(sample.loss_mask.sum())
+        report.longest = max(report.longest, len(sample))
+        self.bins[int(np.searchsorted(HISTOGRAM_EDGES, len(sample)))] += 1
+
+    def _reject(self, result: RowResult) -> None:
+        entry = {"file": result.place.file, "line": result.place.line, "reason": result.reason}
+        self.rejected.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self.report.dropped += 1
+        self.report.reasons[_kind_of(str(result.reason))] += 1
+        if len(self.report.rejected) < 20:
+            self.report.rejected.append(entry)
+
+    def abandon(self) -> None:
+        self.rejected.close()
+
+    def close(self, described: dict[str, Any]) -> None:
+        self.rejected.close()
+        report = self.report
+        report.histogram = _named_bins(self.bins)
+        counts = report_counts(report)
+        if self.heldout is not None:
+            if self.heldout.ids:
+                self.heldout.finish_files()
+                self._write_counts(self.heldout)
+                self.heldout.close(**described, part="heldout")
+            else:
+                log.warning(
+                    "the held-out part is empty: %d samples are few for a share of %s",
+                    report.samples,
+                    self.settings.heldout,
+                )
+                shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
+        self.writer.finish_files()
+        self._write_counts(self.writer)
+        self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
+        write_json(self.folder / REPORT, counts)
+
+    def _write_counts(self, writer: DatasetWriter) -> None:
+        """How often a sample came is known only at the end: rewrite the `count` column where a sample came again."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if not self.counts or self.settings.duplicates == "keep":
+            return
+        for entry in writer.files:
+            path = writer.folder / entry["name"]
+            table = pq.ParquetFile(path)
+            groups = [
+                table.read_row_group(i, columns=["sample_id"]).column(0).to_pylist()
+                for i in range(table.num_row_groups)
+            ]
+            if not any(one in self.counts for group in groups for one in group):
+                continue
+            temporary = path.with_name(f".{path.name}.tmp")
+            with pq.ParquetWriter(temporary, table.schema_arrow, compression="zstd") as out:
+                for index, group in enumerate(groups):
+                    rows = table.read_row_group(index)
+                    counted = pa.array([1 + self.counts.get(one, 0) for one in group], pa.int32())
+                    out.write_table(rows.set_column(rows.schema.get_field_index("count"), "count", counted))
+            os.replace(temporary, path)
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without its numbers and quotations, for counting."""
+    import re
+
+    return re.sub(r"'[^']*'|\d+", "…", reason)[:120]
+
+
+def report_counts(report: PrepareReport) -> dict[str, Any]:
+    """The report as plain JSON, without what differs between two equal runs (times, paths)."""
+    values = asdict(report)
+    for name in ("seconds", "workers", "output", "model"):
+        values.pop(name)
+    return {**values, "notes": dict(report.notes), "reasons": dict(report.reasons)}

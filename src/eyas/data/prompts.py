@@ -1,0 +1,124 @@
+"""Prompts to measure acceptance on: files of conversations, questions, or tokens, each set under its own name.
+
+Understood per line (JSONL, or whatever `eyas prepare` reads): chat messages or ShareGPT conversations (answers at the end are dropped),
+GSM8K rows (`question`), HumanEval rows (`prompt`), MT-bench rows (`turns`, or a list as `prompt`: the first one), and token rows of a
+dataset (up to the first supervised token). Packaged sets go by their name; `hf:OWNER/NAME:CONFIG:SPLIT` is read by the `datasets`
+library (`hf:openai/gsm8k:main:test`; CONFIG and SPLIT may be left out); `NAME=PATH` names a set.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eyas.base.errors import InputError
+from eyas.base.manifest import MANIFEST
+from eyas.data.conversations import SUFFIXES, Conversation, DataSource, RowError, TokenRow, parse_row, read_rows
+from eyas.data.dataset import open_dataset
+from eyas.data.preparation import PACKAGED, packaged
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """`prompts`: token ids each, chat template applied, ready for an answer."""
+
+    name: str
+    prompts: list[list[int]]
+
+
+def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptSet:
+    """Read one prompt set.
+
+    Args:
+        spec: a packaged set's name, a file or folder, `hf:...` as above, any of them behind `NAME=`.
+        tokenizer: the target's. limit: at most so many, from the start.
+
+    Raises:
+        InputError: nothing there, or a row without a prompt (file, line and reason).
+    """
+    name, _, place = ("", "", spec) if "=" not in spec or Path(spec).exists() else spec.partition("=")
+    name = name or _name_of(place)
+    path = packaged(place) if place in PACKAGED else Path(place)
+    if not place or not (path.exists() or place.startswith("hf:")):
+        raise InputError(
+            f"--prompts {spec}: no such file, folder or packaged set",
+            f"packaged are {', '.join(sorted(PACKAGED))}; sets on the Hugging Face hub are written hf:OWNER/NAME:CONFIG:SPLIT",
+        )
+    prompts: list[list[int]] = []
+    if path.is_dir() and (path / MANIFEST).exists():
+        dataset = open_dataset(path)
+        for i in range(min(len(dataset), limit or len(dataset))):
+            prompts.append(_prompt_of_tokens(dataset[i].token_ids, dataset[i].loss_mask))
+    else:
+        for raw in read_rows(_source(place, path)):
+            if limit is not None and len(prompts) >= limit:
+                break
+            data = raw.data
+            if isinstance(data, bytes):
+                try:
+                    data = json.loads(data)
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{raw.source}: not JSON ({error})", "one JSON object per line") from None
+            prompts.append(_prompt_of_row(raw, data, tokenizer))
+    prompts = [p for p in prompts if p]
+    if not prompts:
+        raise InputError(f"{path} holds no prompts", "give conversations, questions, or a token dataset")
+    return PromptSet(name, prompts)
+
+
+def _name_of(place: str) -> str:
+    """What a set is called in the report: the file's or data set's name, without folders and endings."""
+    if place.startswith("hf:"):
+        return place.split(":")[1].rstrip("/").rpartition("/")[2]
+    name = Path(place).name
+    return name.removesuffix(next((s for s in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(s)), ""))
+
+
+def _source(place: str, path: Path) -> DataSource:
+    if not place.startswith("hf:"):
+        return DataSource(str(path))
+    parts = place.split(":")[1:]
+    if not parts[0] or len(parts) > 3:
+        raise InputError(
+            f"--prompts {place} is no data set's name", "write hf:OWNER/NAME or hf:OWNER/NAME:CONFIG:SPLIT"
+        )
+    name, config, split = [*parts, "", ""][:3]
+    return DataSource(f"hf:{name}", config or None, split or "train")
+
+
+def _prompt_of_row(raw: Any, data: Any, tokenizer: Any) -> list[int]:
+    if isinstance(data, dict) and "messages" not in data and "conversations" not in data:
+        text = next((data[key] for key in ("turns", "question", "prompt") if data.get(key)), None)
+        if isinstance(text, list):
+            text = text[0]
+        if isinstance(text, str):
+            return _chat(tokenizer, [{"role": "user", "content": text}], None)
+    try:
+        row = parse_row(raw, need_answer=False)
+    except RowError as error:
+        raise InputError(f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`") from None
+    if isinstance(row, TokenRow):
+        return _prompt_of_tokens(np.array(row.token_ids), np.array(row.loss_mask))
+    assert isinstance(row, Conversation)
+    messages = list(row.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{raw.source}: no user message to answer", "take the row out")
+    return _chat(tokenizer, messages, row.tools)
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int]:
+    ids = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return [int(t) for t in ids]
+
+
+def _prompt_of_tokens(token_ids: np.ndarray, loss_mask: np.ndarray) -> list[int]:
+    supervised = np.flatnonzero(loss_mask)
+    return [int(t) for t in token_ids[: supervised[0] if len(supervised) else len(token_ids)]]

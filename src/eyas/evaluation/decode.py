@@ -1,0 +1,225 @@
+"""Speculative decoding of a target with an EAGLE-3 draft, in transformers: the loop on one page, to read and to measure with.
+
+One round, for every sequence of the batch: the draft chains k guesses d_1..d_k after the last emitted token; the target reads the last
+token and the guesses in one forward pass; guesses are accepted from the left as long as they are what the target itself says; the target
+adds one token of its own behind them (the bonus). So a round emits 1 to k + 1 tokens, and with greedy choice exactly the tokens that plain
+decoding emits. With a temperature, guess d with draft probability q(d) and target probability p(d) is accepted with probability
+min(1, p/q), and the first rejected one is replaced by a draw from max(0, p - q), normalised: the emitted tokens follow p.
+
+Sequences accept different numbers of guesses. The caches stay rectangular: rejected places remain in them as holes that a mask hides, and
+positions are counted per sequence, so any batch gives what single sequences give. The cache keeps all tokens of every layer, because a
+sliding one cannot take rejected guesses back; a layer's window is then in its mask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.base.errors import InputError
+from eyas.drafts.eagle3.decoding import DraftDecoder
+from eyas.drafts.eagle3.model import Draft
+from eyas.engines.transformers import find_decoder
+
+
+@dataclass
+class Trace:
+    """What decoding one prompt gave. tokens: the reply, up to and with the end token. emitted: tokens per round, the prefill's own first
+    token not counted. accepted: guesses accepted per round (within the reply); behind: those of the last round behind the reply's end.
+    gaps: per token, the target's logit lead of its choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    behind: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+
+class Target:
+    """A Hugging Face causal LM that also hands out the residual stream at chosen layers.
+
+    Args:
+        model: loaded, in eval mode. layer_ids: our ids; id k is what enters layer k (N: what enters the final norm).
+
+    Raises:
+        InputError: layers that keep no key and value per token, or see others than the last ones: rejected guesses cannot be taken back.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int]):
+        self.model, self.layer_ids = model, tuple(layer_ids)
+        config = model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        strange = sorted(self.kinds - {"full_attention", "sliding_attention"})
+        if strange:
+            raise InputError(
+                f"{type(model).__name__} has layers of {', '.join(strange)}, from which eyas cannot take rejected guesses back",
+                "serve the exported draft with an engine, which reports its acceptance",
+            )
+        self.window: int | None = window if "sliding_attention" in self.kinds else None
+        self.device = next(model.parameters()).device
+        self._taken: dict[int, Tensor] = {}
+        decoder = find_decoder(model, model.config.get_text_config().num_hidden_layers)
+        for i in self.layer_ids:
+            module = decoder.norm if i == len(decoder.layers) else decoder.layers[i]
+            module.register_forward_pre_hook(self._keep(i), with_kwargs=True)
+
+    def _keep(self, layer_id: int) -> Any:
+        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._taken[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def __call__(self, ids: Tensor, positions: Tensor, places: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        """One forward pass.
+
+        Args:
+            ids, positions: [B, S]. places: [B, everything so far], the position of each token in the cache and of these; -1 for holes.
+
+        Returns:
+            logits [B, S, V] in fp32, states [B, S, L*H] side by side.
+        """
+        mask = (places >= 0).long() if self.window is None else self._masks(positions, places, self.window)
+        out = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        states = torch.cat([self._taken[i] for i in self.layer_ids], -1) if self.layer_ids else ids.unsqueeze(-1)
+        return out.logits.float(), states
+
+    def _masks(self, positions: Tensor, places: Tensor, window: int) -> Any:
+        """Additive masks [B, 1, S, everything], one per kind of layer: windows count positions, and holes have none."""
+        behind = positions.unsqueeze(2) - places.unsqueeze(1)
+        seen = (places >= 0).unsqueeze(1) & (behind >= 0)
+        dtype = self.model.dtype
+        masks = {
+            kind: torch.zeros(allowed.shape, dtype=dtype, device=places.device)
+            .masked_fill(~allowed, torch.finfo(dtype).min)
+            .unsqueeze(1)
+            for kind, allowed in (("full_attention", seen), ("sliding_attention", seen & (behind < window)))
+            if kind in self.kinds
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@torch.no_grad()
+def decode(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> tuple[list[Trace], float]:
+    """Decode a batch of prompts; with draft None and k = 0 this is plain decoding.
+
+    Args:
+        prompts: token ids each. k: guesses per round. temperature: 0 for greedy.
+        end_ids: any of these ends a reply.
+
+    Returns:
+        one Trace per prompt, and the seconds spent after the prefill.
+    """
+    from transformers import DynamicCache
+
+    B, longest, device = len(prompts), max(len(p) for p in prompts), target.device
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[False] * (longest - len(p)) + [True] * len(p) for p in prompts], device=device)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    places = positions.masked_fill(~mask, -1)  # of each token in the cache, per sequence; -1: a hole
+    cache = DynamicCache()
+    drafter = None if draft is None else DraftDecoder(draft, B, device)
+    traces = [Trace() for _ in prompts]
+
+    logits, states = target(ids, positions, places, cache)
+    last, gaps = choose(logits[:, -1:], temperature, generator)  # [B, 1], the prefill's own token
+    began = time.perf_counter()
+    finished = [_take(t, last[b].tolist(), gaps[b].tolist(), end_ids, max_new_tokens) for b, t in enumerate(traces)]
+    length = mask.sum(1)  # tokens the target has read, per sequence
+    if drafter is not None:
+        drafter.commit(states, torch.cat([ids[:, 1:], last], 1), positions, mask)
+    while not all(finished):
+        guesses, q = drafter.chain(k, temperature, generator) if drafter is not None else (last[:, :0], None)
+        inputs = torch.cat([last, guesses], 1)  # [B, k + 1]
+        positions = length.unsqueeze(1) + torch.arange(k + 1, device=device)
+        logits, states = target(inputs, positions, torch.cat([places, positions], 1), cache)
+        if temperature == 0 or q is None:
+            answers, gaps = choose(logits, temperature, generator)  # [B, k + 1], what the target says after each input
+            accepted = (guesses == answers[:, :k]).long().cumprod(1).sum(1)
+        else:
+            answers, accepted, gaps = reject(logits, guesses, q, temperature, generator)
+        for b, trace in enumerate(traces):
+            if not finished[b]:
+                count = int(accepted[b]) + 1
+                before = len(trace.tokens)
+                finished[b] = _take(
+                    trace, answers[b, :count].tolist(), gaps[b, :count].tolist(), end_ids, max_new_tokens
+                )
+                trace.emitted.append(len(trace.tokens) - before)
+                trace.accepted.append(min(count - 1, trace.emitted[-1]))
+                trace.behind += count - 1 - trace.accepted[-1]
+        kept = torch.arange(k + 1, device=device) <= accepted.unsqueeze(1)  # inputs that are part of the reply
+        if drafter is not None:
+            drafter.commit(states, answers, positions, kept)
+        most = int(accepted.max()) + 1
+        places = torch.cat([places, positions.masked_fill(~kept, -1)[:, :most]], 1)
+        if most < k + 1:  # places that no sequence accepted
+            cache.crop(most - (k + 1))
+        last = answers.gather(1, accepted.unsqueeze(1))
+        length = length + accepted + 1
+    return traces, time.perf_counter() - began
+
+
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """logits [B, S, V] -> tokens [B, S] (greedy or sampled), and how far the best logit leads the second [B, S]."""
+    best = logits.topk(2, -1)
+    gaps = best.values[..., 0] - best.values[..., 1]
+    if temperature == 0:
+        return best.indices[..., 0], gaps
+    p = torch.softmax(logits / temperature, -1)
+    return torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(p.shape[:2]), gaps
+
+
+def reject(
+    logits: Tensor, guesses: Tensor, q: Tensor, temperature: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): keeps the target's distribution exactly.
+
+    Args:
+        logits: [B, k+1, V] the target's. guesses: [B, k], drawn from q: [B, k, V], the draft's probabilities over the target's tokens.
+
+    Returns:
+        answers [B, k+1] (accepted guesses, then the replacement or bonus), accepted [B], gaps [B, k+1].
+    """
+    B, k = guesses.shape
+    p = torch.softmax(logits / temperature, -1)
+    p_guess = p[:, :k].gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+    q_guess = q.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+    draw = torch.rand(B, k, device=p.device, dtype=p.dtype, generator=generator)
+    accepted = (draw * q_guess < p_guess).long().cumprod(1).sum(1)  # u < p/q
+    at = accepted.view(B, 1, 1).expand(B, 1, p.shape[-1])
+    q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # no guess stands at the bonus place: all of p
+    rest = (p.gather(1, at) - q_padded.gather(1, at)).clamp_min(0).squeeze(1)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p.gather(1, at).squeeze(1))
+    replacement = torch.multinomial(rest, 1, generator=generator)
+    answers = torch.cat([guesses, replacement], 1)
+    answers.scatter_(1, accepted.unsqueeze(1), replacement)
+    best = logits.topk(2, -1).values
+    return answers, accepted, best[..., 0] - best[..., 1]
+
+
+def _take(trace: Trace, tokens: list[int], gaps: list[float], end_ids: Sequence[int], limit: int) -> bool:
+    """Append tokens up to an end token or the limit; True when the reply is finished."""
+    for token, gap in zip(tokens, gaps, strict=True):
+        trace.tokens.append(token)
+        trace.gaps.append(gap)
+        if token in end_ids or len(trace.tokens) >= limit:
+            return True
+    return False

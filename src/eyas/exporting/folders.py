@@ -1,0 +1,408 @@
+"""`eyas export` and `eyas import`: draft folders as engines load them, and back.
+
+    eyas export --draft DRAFT --format vllm --output-dir OUT
+
+One set of weights, three readers; what differs is `config.json`:
+
+| | layer ids | names |
+|---|---|---|
+| vllm | top-level `eagle_aux_hidden_state_layer_ids`, our numbering; without it vLLM falls back to its default, silently | `midlayer.*` |
+| sglang | nested `eagle_config.eagle_aux_hidden_state_layer_ids`, mostly our id minus one (`layers.to_sglang`); unknown names are skipped, silently | `midlayer.*` |
+| speculators | top-level, our numbering; sizes inside `transformer_layer_config` | `layers.0.*`, `embed_tokens` |
+
+The vllm and sglang folders carry both keys, so either engine loads either, as far as SGLang can run the draft (`sglang_refuses`). All three
+hand the auxiliary states over in the order of the layers, so `fc` is written in that order. The measured scale of those states is folded into
+it. Later layers of a draft of several take their norm from `input_layernorm` in vLLM and speculators, from `hidden_norm` in SGLang: the
+folders for vLLM and SGLang hold it under both names. A draft that says every token has no vocabulary map. speculators needs the embedding in the file (without it, 0.9.0 runs on memory that
+nobody filled); the two engines share the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eyas.base.disk_full import disk_full_named
+from eyas.base.errors import FolderConflictError, InputError
+from eyas.base.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
+from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
+from eyas.drafts.files import (
+    FORMAT_VERSION,
+    KIND,
+    draft_weights,
+    foreign_config,
+    load_draft,
+    read_foreign_draft,
+    save_draft,
+)
+from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
+from eyas.target.layers import resolve_layer_ids, to_sglang
+
+Format = Literal["vllm", "sglang", "speculators", "eyas"]
+FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
+#: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
+ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
+DRAFT_FILES = {MANIFEST, "model.safetensors", ".*.tmp", "acceptance.*"}
+
+
+def export(
+    draft: str | Path,
+    output_dir: str | Path,
+    format: Format = "vllm",
+    *,
+    dtype: str = "bfloat16",
+    embedding: bool = False,
+) -> Path:
+    """Write a draft as an engine loads it.
+
+    Args:
+        draft: an eyas draft folder. output_dir: new or an earlier export. format: vllm, sglang, speculators or eyas (a copy).
+        dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's;
+            speculators gets it always).
+
+    Returns:
+        the folder.
+
+    Raises:
+        InputError: an unknown format or dtype; a draft that SGLang cannot run, for SGLang; the embedding wanted, but the target gone.
+        StoreError: not a draft folder. FolderConflictError: the output folder holds something else.
+    """
+    if format not in FORMATS:
+        raise InputError(f"unknown format {format!r}", f"--format is one of {', '.join(FORMATS)}")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise InputError(f"unknown dtype {dtype!r}", "--dtype is bfloat16, float16 or float32")
+    folder = Path(output_dir)
+    if folder.resolve() == Path(draft).resolve():
+        raise InputError(f"{folder} is the draft itself", "name another --output-dir")
+    refuse_foreign_folder(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
+    model, manifest = load_draft(draft)
+    if format == "eyas":
+        kept = {
+            k: manifest[k]
+            for k in ("target", "dataset_hash", "store", "vocabulary", "training", "acceptance")
+            if k in manifest
+        }
+        refuse_other_draft(folder, training=manifest.get("training"))
+        save_draft(folder, model.config, draft_weights(model), **kept)
+        return folder
+    target = manifest.get("target", {})
+    refusal = sglang_refuses(model.config, target.get("architecture"))
+    if format == "sglang" and refusal is not None:
+        raise refusal
+    config, weights = in_layer_order(model.config, engine_weights(model))
+    if format != "speculators":
+        weights = engine_names(weights, config.num_layers)
+    if embedding or format == "speculators":
+        weights["embed_tokens.weight"] = _embedding(manifest)
+    kind = getattr(torch, dtype)
+    weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
+    with disk_full_named(folder, sum(x.nbytes for x in weights.values()), temporary):
+        save_file(weights, temporary, metadata={"format": "pt"})
+        os.replace(temporary, folder / "model.safetensors")
+    build = speculators_config if format == "speculators" else engine_config
+    write_json(folder / "config.json", build(config, dtype, target))
+    (folder / "README.md").write_text(readme(format, folder, config, manifest, refusal), encoding="utf-8")
+    return folder
+
+
+def engine_weights(draft: Draft) -> dict[str, Tensor]:
+    """Weights under speculators' names, fp32: the scale folded into `fc`, `aux_norms` called `fc_norm`."""
+    weights = draft_weights(draft)
+    scale = weights.pop("aux_scale")
+    if draft.config.norm_aux and not bool((scale == 1).all()):
+        raise InputError(
+            "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
+        )
+    weights["fc.weight"] = weights["fc.weight"] * scale
+    # A draft that says every token has no map: vLLM and speculators take one for an unknown weight.
+    if draft.config.draft_vocab_size == draft.config.vocab_size:
+        del weights["d2t"], weights["t2d"]
+    return {key.replace("aux_norms.", "fc_norm."): tensor for key, tensor in weights.items()}
+
+
+def in_layer_order(config: DraftConfig, weights: dict[str, Tensor]) -> tuple[DraftConfig, dict[str, Tensor]]:
+    """The same draft with its auxiliary layers ascending, as engines hand their states over: blocks of `fc` and the norms before it move along."""
+    order = sorted(range(len(config.aux_layer_ids)), key=lambda place: config.aux_layer_ids[place])
+    blocks = weights["fc.weight"].split(config.hidden_size, dim=1)
+    norms = {
+        f"fc_norm.{new}.weight": weights[f"fc_norm.{old}.weight"] for new, old in enumerate(order) if config.norm_aux
+    }
+    ids = tuple(config.aux_layer_ids[place] for place in order)
+    return replace(config, aux_layer_ids=ids), {
+        **weights,
+        **norms,
+        "fc.weight": torch.cat([blocks[i] for i in order], 1),
+    }
+
+
+def engine_names(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Names that vLLM and SGLang both read: one layer is `midlayer`, the norm of later ones stands under both engines' names."""
+    if num_layers == 1:
+        return {key.replace("layers.0.", "midlayer."): tensor for key, tensor in weights.items()}
+    norms = [f"layers.{i}.input_layernorm.weight" for i in range(1, num_layers)]
+    return weights | {key.replace("input_layernorm", "hidden_norm"): weights[key].clone() for key in norms}
+
+
+def sglang_refuses(config: DraftConfig, architecture: str | None) -> InputError | None:
+    """Why SGLang (0.5.23) cannot run a draft for a target of this architecture; None where it can."""
+    if config.norm_before_residual:
+        return InputError(
+            "SGLang starts the residual from the state before its norm, this draft was trained with norm_before_residual",
+            "train without --norm-before-residual for SGLang",
+        )
+    try:
+        to_sglang(config.aux_layer_ids, architecture, config.target_layers)
+    except InputError as error:
+        return error
+    return None
+
+
+def rope_fields(config: DraftConfig) -> tuple[float, dict[str, Any] | None]:
+    """rope_theta and the scaling (None for plain rope) with yarn's factor on cos and sin spelled out.
+
+    Readers differ in what they make of `mscale` and `mscale_all_dim`, which DeepSeek and Kimi targets have: transformers and vLLM 0.32 derive
+    the factor from them (1 for those targets); vLLM 0.26 and SGLang pass them over and would multiply cos and sin by 1.4. Those two read
+    `attn_factor`, on top of their own 0.1 ln(factor) + 1; the others `attention_factor`, which is the factor itself. So both are written.
+    """
+    rope = dict(config.rope)
+    theta = float(rope.pop("rope_theta"))
+    if rope.get("rope_type", "default") == "default":
+        return theta, None
+    if rope["rope_type"] == "yarn":
+        _, scale = rope_frequencies(config)
+        own = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+        rope = {k: v for k, v in rope.items() if k not in ("mscale", "mscale_all_dim")}
+        rope |= {"attention_factor": scale, "attn_factor": scale / own}
+        rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    return theta, rope
+
+
+def llama_fields(config: DraftConfig, dtype: str) -> dict[str, Any]:
+    """The Llama part of a config, rope in the old form (`rope_theta`, `rope_scaling`) and the new one (`rope_parameters`)."""
+    theta, scaling = rope_fields(config)
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": theta},
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def engine_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` for vLLM and SGLang: the layer ids twice, in each one's numbering."""
+    ids = list(config.aux_layer_ids)
+    architecture = target.get("architecture")
+    nested: dict[str, Any] = {"use_aux_hidden_state": True}
+    if sglang_refuses(config, architecture) is None:
+        nested["eagle_aux_hidden_state_layer_ids"] = to_sglang(ids, architecture, config.target_layers)
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **llama_fields(config, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_aux_hidden_states": len(ids),
+        "eagle_aux_hidden_state_layer_ids": ids,  # vLLM: what enters layer k, our numbering
+        "eagle_config": nested,  # SGLang's numbering
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "fc_norm": config.norm_aux,
+    }
+
+
+def speculators_config(config: DraftConfig, dtype: str, target: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` for speculators (and for vLLM, which reads that format too)."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target.get("id"), "architectures": [target.get("architecture")]},
+        },
+        "transformer_layer_config": llama_fields(config, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": config.norm_aux,
+        "norm_output": config.norm_output,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _refuse_own_folder(source: Path) -> None:
+    """Raises InputError for a folder of eyas itself, and says which kind it is."""
+    try:
+        kind = json.loads((source / MANIFEST).read_text(encoding="utf-8"))["kind"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if kind == KIND:
+        raise InputError(
+            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
+        )
+    if str(kind).startswith("eyas."):
+        what = {"eyas.dataset": "a token dataset", "eyas.states": "a state store"}.get(kind, f"a folder of kind {kind}")
+        raise InputError(
+            f"{source} is {what} of eyas's, no draft", "give --source a vLLM, SGLang or speculators folder"
+        )
+
+
+def import_draft(
+    source: str | Path, output_dir: str | Path, model_path: str, *, layer_ids: list[int] | None = None
+) -> Path:
+    """Read a vLLM, SGLang or speculators EAGLE-3 folder into an eyas draft folder.
+
+    Args:
+        model_path: the draft's target. layer_ids: our ids, for folders that name none or only SGLang's.
+
+    Raises:
+        InputError: no EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
+        FolderConflictError: the output folder holds something else, another draft included.
+    """
+    from eyas.target.model_files import describe_model
+
+    _refuse_own_folder(Path(source))
+    refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
+    info = describe_model(resolve_model_path(model_path), model_path)
+    weights, ids, raw = read_foreign_draft(Path(source))
+    try:
+        config = foreign_config(raw, len(ids), info.num_layers, layer_ids, info.architecture)
+    except LookupError:
+        raise InputError(
+            f"{source}: config.json names no layers that feed the draft",
+            "give them with --layer-ids (eyas's numbering)",
+        ) from None
+    named = raw.get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids and named and sorted(layer_ids) != sorted(named):
+        raise InputError(
+            f"{source}: config.json names layers {sorted(named)}, --layer-ids {sorted(layer_ids)}",
+            "leave --layer-ids out, or correct the config",
+        )
+    resolve_layer_ids(config.aux_layer_ids, info.num_layers, with_final=False)  # in range, none twice
+    refuse_other_draft(Path(output_dir), imported_from=str(source), aux_layer_ids=config.aux_layer_ids)
+    if config.vocab_size != info.vocab_size or config.hidden_size != info.hidden_size:
+        raise InputError(
+            f"{source} is a draft for vocabulary {config.vocab_size} and width {config.hidden_size}; {model_path} has "
+            f"{info.vocab_size} and {info.hidden_size}",
+            "give --model-path the draft's own target",
+        )
+    draft = Draft(config)
+    weights |= {
+        "d2t": ids - torch.arange(len(ids)),
+        "aux_scale": torch.ones(len(config.aux_layer_ids) * config.hidden_size),
+    }
+    weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    missing, unknown = draft.load_state_dict(
+        {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, strict=False
+    )
+    missing = [key for key in missing if key != "embed_tokens.weight"]
+    if missing or unknown:
+        raise InputError(
+            f"{source}: weights missing {missing[:5]}, unknown {unknown[:5]}",
+            "this is no EAGLE-3 draft that eyas knows",
+        )
+    save_draft(
+        Path(output_dir),
+        config,
+        draft_weights(draft),
+        target=info.for_manifest(),
+        dataset_hash=None,
+        training={"imported_from": str(source), "config_hash": content_hash(json.dumps(raw, sort_keys=True).encode())},
+    )
+    return Path(output_dir)
+
+
+def refuse_other_draft(
+    folder: Path, training: Any = None, imported_from: str | None = None, aux_layer_ids: Sequence[int] = ()
+) -> None:
+    """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+        have = manifest.get("training") or {}
+        same = have == (training or {})
+        if imported_from is not None:
+            same = have.get("imported_from") == imported_from
+            same = same and manifest["config"]["aux_layer_ids"] == list(aux_layer_ids)
+        if not same:
+            raise FolderConflictError(f"{folder} holds another draft", "name a new --output-dir")
+
+
+def _embedding(manifest: dict[str, Any]) -> Tensor:
+    from eyas.target.model_files import describe_model
+    from eyas.target.teacher import load_target_parts
+
+    name = manifest.get("target", {}).get("id", "")
+    return load_target_parts(describe_model(resolve_model_path(name), name)).embedding.float()
+
+
+def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, Any], refusal: InputError | None) -> str:
+    """How to serve the folder, and what is known of it. refusal: why SGLang cannot run the draft, if so."""
+    target = manifest.get("target", {})
+    name = target.get("id", "TARGET")
+    if name == EMBEDDED_NAME:  # engines know no such name
+        name = str(resolve_model_path(name))
+    simulated = (manifest.get("acceptance") or {}).get("simulated") or {}
+    settings = json.dumps({"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": 3})
+    sglang = (
+        f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
+        f"--speculative-draft-model-path {folder.resolve()} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+    )
+    command = sglang if format == "sglang" else f"vllm serve {name} --speculative-config '{settings}'"
+    ids = list(config.aux_layer_ids)
+    lines = [
+        f"# EAGLE-3 draft for {name}",
+        "",
+        f"    {command}",
+        "",
+        f"- layers that feed it: {ids} (what enters layer k; top-level key of config.json)",
+    ]
+    if format != "speculators":
+        architecture = target.get("architecture")
+        named = None if refusal else to_sglang(ids, architecture, config.target_layers)
+        lines.append(
+            f"- SGLang cannot run it: {refusal}" if refusal else f"- the same for SGLang: {named} (in `eagle_config`)"
+        )
+    lines += [
+        f"- draft vocabulary: {config.draft_vocab_size} of {config.vocab_size}",
+        f"- target: config hash {target.get('config_hash')}, weights hash {target.get('weights_hash')}",
+    ]
+    if simulated:
+        chain = manifest["acceptance"].get("chain")
+        lines.append(
+            f"- acceptance length, simulated on held-out samples, chain of {chain}, bonus included: {simulated['acceptance_length']}"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,73 @@
+"""Which samples go into one forward pass, and in what order: pure functions of the dataset and the batch settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from eyas.base.errors import InputError
+from eyas.data.dataset import Sample, TokenDataset
+
+
+def in_share(sample_id: str, replica: tuple[int, int]) -> bool:
+    """Whether a sample belongs to the i-th of n parts of a dataset: by its id alone, the same on every host."""
+    part, parts = replica
+    # The id's last digits; the ranks of one engine divide theirs by CRC-32, and two splits by one hash would leave ranks idle.
+    return parts == 1 or int(sample_id[-12:], 16) % parts == part
+
+
+def replica_name(replica: tuple[int, int]) -> str:
+    """`s003` of `--shard 3/8`, in the names of the files of that part; empty when there is one run."""
+    return f"s{replica[0]:03d}" if replica[1] > 1 else ""
+
+
+def plan_batches(
+    lengths: np.ndarray, positions: np.ndarray, batch_tokens: int, batch_size: int | None
+) -> list[list[int]]:
+    """Next-fit in dataset order: rows of at most `batch_tokens` tokens and `batch_size` samples; a longer sample has its own.
+
+    Nothing is padded, so there is nothing to gain from sorting by length, and dataset order keeps reads sequential.
+    """
+    batches: list[list[int]] = []
+    used = 0
+    for position in positions:
+        length = int(lengths[position])
+        if not batches or used + length > batch_tokens or (batch_size is not None and len(batches[-1]) >= batch_size):
+            batches.append([])
+            used = 0
+        batches[-1].append(int(position))
+        used += length
+    return batches
+
+
+def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_size: int) -> Iterator[list[Sample]]:
+    """Read batches when they are asked for, checking token ids against the target's vocabulary.
+
+    Raises InputError for a token id outside it: the dataset was made with another tokenizer.
+    """
+    for batch in batches:
+        samples = [dataset[i] for i in batch]
+        for position, sample in zip(batch, samples, strict=True):
+            if int(sample.token_ids.max()) >= vocab_size:
+                raise InputError(
+                    f"{dataset.path}: sample {position} has token id {int(sample.token_ids.max())}, the target's vocabulary has {vocab_size}",
+                    "the dataset was made with another tokenizer: run `eyas prepare` with this --model-path",
+                )
+        yield samples
+
+
+def pick_parity_samples(
+    lengths: np.ndarray, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
+) -> list[int]:
+    """Positions of a few samples for gate 4: the shortest, then others spread over the dataset, while they fit in `most_tokens`."""
+    positions = [i for batch in batches for i in batch]
+    shortest = min(positions, key=lambda i: int(lengths[i]))
+    spread = [positions[k] for k in np.linspace(0, len(positions) - 1, max(count, 2)).astype(int)]
+    chosen: list[int] = []
+    tokens = 0
+    for i in [shortest, *spread]:
+        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(lengths[i]) <= most_tokens):
+            chosen.append(i)
+            tokens += int(lengths[i])
+    return chosen

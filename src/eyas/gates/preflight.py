@@ -1,0 +1,160 @@
+"""Gate 1: what can be known before anything is loaded, in seconds and without a GPU.
+
+A table of OK / WARN / FAIL, each row with what was found and what to do. A FAIL stops the run before the load; every row is
+computed even when an earlier one failed, so that one look shows all that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from eyas.base.errors import PreflightError
+from eyas.base.manifest import package_version
+from eyas.data.dataset import TokenDataset
+from eyas.store.states import DTYPES, StoreSpec
+from eyas.target.model_files import ModelInfo, free_bytes, human_bytes
+
+Status = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the preflight table."""
+
+    name: str
+    status: Status
+    finding: str
+    remedy: str = ""
+
+
+def check_model(info: ModelInfo) -> Check:
+    """Weights were read and found whole by `describe_model`; this says what they are."""
+    quantised = f", {info.quantization}" if info.quantization else ""
+    return Check(
+        "model",
+        "OK",
+        f"{info.architecture}, {info.num_layers} layers, H {info.hidden_size}, V {info.vocab_size}{quantised}; "
+        + (f"weights complete, {human_bytes(info.weight_bytes)}" if info.weight_bytes else "random weights, as asked"),
+    )
+
+
+def check_lengths(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> list[Check]:
+    """Sample lengths against the model's positions and `--max-seq-len`; repeated samples."""
+    longest = int(dataset.lengths.max())
+    over = int((dataset.lengths > max_seq_len).sum())
+    rows = [Check("dataset", "OK", f"{len(dataset)} samples, {dataset.tokens} tokens, longest {longest}")]
+    if dataset.repeated:
+        rows.append(
+            Check(
+                "repeated samples", "WARN", f"{dataset.repeated} rows repeat an earlier sample; each is extracted once"
+            )
+        )
+    if over == len(dataset):
+        rows.append(
+            Check(
+                "lengths",
+                "FAIL",
+                f"every sample is longer than {max_seq_len} tokens",
+                "raise --max-seq-len, or prepare shorter samples",
+            )
+        )
+    elif over:
+        rows.append(
+            Check(
+                "lengths",
+                "WARN",
+                f"{over} samples are longer than {max_seq_len} tokens and go to the ledger (exit code 20)",
+                "raise --max-seq-len, or run `eyas prepare` with this --max-seq-len",
+            )
+        )
+    return rows
+
+
+def check_tokenizer(dataset: TokenDataset, info: ModelInfo, trust_remote_code: bool) -> Check:
+    """The vocabulary that made the dataset against the target's own: the same ids must mean the same tokens."""
+    from eyas.base.errors import InputError
+    from eyas.target.tokenizer import load_tokenizer, vocabulary_hash
+
+    made_with = (dataset.manifest or {}).get("tokenizer")
+    if made_with is None:
+        return Check(
+            "tokenizer",
+            "WARN",
+            "the dataset does not say which tokenizer made it",
+            "make it with `eyas prepare` to have this checked",
+        )
+    try:
+        own = vocabulary_hash(load_tokenizer(str(info.path), trust_remote_code))
+    except InputError:
+        return Check("tokenizer", "WARN", f"{info.id} has no tokenizer to compare with the dataset's")
+    if own != made_with["vocab_hash"]:
+        finding = f"the dataset was made with the vocabulary of {made_with['model_path']}, which is not {info.id}'s"
+        return Check("tokenizer", "FAIL", finding, "run `eyas prepare` with this --model-path")
+    return Check("tokenizer", "OK", f"the dataset was made with this vocabulary ({made_with['vocab_size']} tokens)")
+
+
+def check_disk(folder: Path, spec: StoreSpec, tokens: int) -> Check:
+    """Free disk against the predicted bytes of what is still to be written."""
+    need = tokens * spec.bytes_per_token + 2**20
+    free = free_bytes(folder)
+    finding = f"{human_bytes(need)} to write ({spec.bytes_per_token} B a token), {human_bytes(free)} free at {folder}"
+    if need > free:
+        return Check(
+            "disk",
+            "FAIL",
+            finding,
+            "free some space, name another --output-dir, fewer --layer-ids, or --store-dtype fp8",
+        )
+    return Check(
+        "disk", "WARN" if need > 0.9 * free else "OK", finding, "little will be left" if need > 0.9 * free else ""
+    )
+
+
+def check_memory(info: ModelInfo, dtype: str, device: str) -> Check:
+    """Memory for the weights, where one process holds them all (engine `transformers`)."""
+    stored = DTYPES[info.dtype].itemsize
+    need = int(info.weight_bytes * (1 if info.quantization else DTYPES[dtype].itemsize / stored))
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        finding = f"{human_bytes(need)} of weights, {human_bytes(free)} of {human_bytes(total)} free on {torch.cuda.get_device_name(device)}"
+        hint = "another process holds the GPU, or the model is too large: --engine vllm --tp-size N"
+    else:
+        free = psutil.virtual_memory().available
+        finding = f"{human_bytes(need)} of weights as {dtype}, {human_bytes(free)} of memory available"
+        hint = "use --dtype bfloat16, a machine with more memory, or --engine vllm on GPUs"
+    if need > 0.95 * free:
+        return Check("memory", "FAIL", finding, hint)
+    return Check("memory", "WARN" if need > 0.7 * free else "OK", finding, hint if need > 0.7 * free else "")
+
+
+def check_leftovers(folder: Path) -> Check:
+    """Half-written shards of an earlier run; they are removed when the run has the folder to itself."""
+    half = sorted(folder.glob("shard-*.tmp")) if folder.is_dir() else []
+    if half:
+        return Check(
+            "leftovers",
+            "WARN",
+            f"{len(half)} half-written shards of a killed run (fault F10): they are removed, their samples made anew",
+        )
+    return Check("leftovers", "OK", "no half-written shards")
+
+
+def check_versions() -> Check:
+    """torch and transformers as installed."""
+    found = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "transformers", "safetensors"))
+    return Check("versions", "OK", found)
+
+
+def refuse_failures(checks: Sequence[Check]) -> None:
+    """Raise PreflightError naming every FAIL row."""
+    failed = [c for c in checks if c.status == "FAIL"]
+    if failed:
+        lines = "\n  ".join(f"{c.name}: {c.finding}" + (f" -> {c.remedy}" if c.remedy else "") for c in failed)
+        raise PreflightError(f"preflight failed, nothing was loaded or written:\n  {lines}")

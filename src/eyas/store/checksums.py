@@ -1,0 +1,106 @@
+"""Checksums of a shard's tensors: of each whole tensor, and of each sample's rows in it.
+
+`eyas verify` compares whole tensors. Whoever reads single samples (`eyas train`, in random order) compares just the rows that are read
+anyway: a sample costs no other byte of its shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+if TYPE_CHECKING:
+    from eyas.store.states import ShardHeader
+
+#: Hex digits of one sample's checksum (xxh3-64).
+DIGITS = 16
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(_bytes_of(tensor))
+
+
+def rows_checksum(rows: torch.Tensor) -> str:
+    """xxh3-64 of some rows' bytes, 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(_bytes_of(rows))
+
+
+def of_states(name: str) -> bool:
+    """Whether a tensor holds states (or their scales): those have checksums by sample. Tokens and mask have the sample's id."""
+    return name.startswith(("hidden.", "scale."))
+
+
+def checksums_of(name: str, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[str, str | None]:
+    """The checksum of a shard's tensor, and for states those of its samples, 16 digits each, joined.
+
+    Args:
+        offsets: [n+1], rows of sample j are `offsets[j]:offsets[j + 1]`.
+
+    One pass over the memory: a sample's rows are still in the processor's cache when they are hashed again.
+    """
+    if not of_states(name):
+        return tensor_checksum(tensor), None
+    data, width = _bytes_of(tensor), tensor[:1].numel() * tensor.element_size()
+    whole, each = xxhash.xxh3_128(), []
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        rows = data[begin * width : end * width]
+        whole.update(rows)
+        each.append(xxhash.xxh3_64_hexdigest(rows))
+    return whole.hexdigest(), "".join(each)
+
+
+def checksum_metadata(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The entries `checksums` and `sample_checksums` of a shard's header, from all its tensors (docs/format.md)."""
+    found = {name: checksums_of(name, tensor, tensors["offsets"].numpy()) for name, tensor in tensors.items()}
+    return {
+        "checksums": json.dumps({name: whole for name, (whole, _) in found.items()}),
+        "sample_checksums": json.dumps({name: each for name, (_, each) in found.items() if each is not None}),
+    }
+
+
+def read_sample_checksums(metadata: Mapping[str, str], wanted: set[str], samples: int) -> dict[str, str]:
+    """Tensor name -> checksums of its samples, from a shard's header; empty for a shard of an eyas that wrote none.
+
+    Raises:
+        ValueError: other tensors than `wanted`, or not one checksum per sample.
+    """
+    if "sample_checksums" not in metadata:
+        return {}
+    found = json.loads(metadata["sample_checksums"])
+    if not isinstance(found, dict) or set(found) != wanted:
+        raise ValueError(f"sample_checksums must name {', '.join(sorted(wanted))}")
+    for name, text in found.items():
+        if not isinstance(text, str) or len(text) != DIGITS * samples or set(text) - set("0123456789abcdef"):
+            raise ValueError(f"sample_checksums of {name} must be {samples} times {DIGITS} hex digits")
+    return found
+
+
+def states_changed(header: ShardHeader, file: Any, at: int, layer_ids: Sequence[int]) -> str | None:
+    """Where the states of the shard's sample `at` are not what was written (of these layers), or None.
+
+    In a shard without checksums by sample all samples are compared at once.
+    """
+    rows = slice(int(header.offsets[at]), int(header.offsets[at + 1]))
+    parts = ("hidden", "scale") if header.metadata["store_dtype"] == "fp8" else ("hidden",)
+    for name in [f"{part}.{i}" for i in layer_ids for part in parts]:
+        if header.sample_checksums:
+            want = header.sample_checksums[name][DIGITS * at : DIGITS * (at + 1)]
+            got, where = rows_checksum(file.get_tensor(name)[rows]), f"sample {header.sample_ids[at]}, {name}"
+        else:
+            want, got = header.checksums[name], tensor_checksum(file.get_tensor(name))
+            where = (
+                f"one of its {len(header.sample_ids)} samples (sample {header.sample_ids[at]} was asked for), {name}"
+            )
+        if got != want:
+            return f"{where}: the checksum is {got}, its header says {want}"
+    return None

@@ -1,0 +1,453 @@
+"""Writing shards: bounded host memory, computing never waits for the disk until it must.
+
+A writer owns a few host buffers, one [capacity, H] tensor per layer each (pinned when the states come from a GPU). Samples reserve
+rows, whoever computes copies states into them (in chunks, in any order, asynchronously), and when every sample of a full buffer is
+there a thread checks it, hashes it and writes it: `<name>.tmp`, flushed, fsynced, renamed, folder fsynced. When all buffers are
+waiting for the disk, `reserve` waits: a slow disk slows the engine down and never fills RAM.
+
+What is checked of every shard on its way out: each state finite, no row all zero (faults F4, F9); where the norms were
+computed beside the states on the GPU, that the host copy has the same norms (a copy that never happened holds an earlier sample's rows).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from eyas.base.errors import ContractError, DiskFullError, StoreError, is_disk_full
+from eyas.base.manifest import fsync_folder
+from eyas.data.dataset import Sample
+from eyas.store.checksums import checksum_metadata
+from eyas.store.states import DTYPES, StoreSpec, ids_to_words, zero_states
+
+log = logging.getLogger(__name__)
+
+#: Small enough that the last shards of a run are soon written, large enough that a terabyte is a few thousand files.
+DEFAULT_SHARD_BYTES = 256_000_000
+FP8_MAX = 448.0  # largest finite e4m3fn
+
+
+def buffers_for(step_bytes: int, shard_bytes: int) -> int:
+    """How many buffers hold three steps' states: one being computed, one being copied, one being written. Four at least."""
+    return max(4, -(-3 * step_bytes // shard_bytes) + 1)
+
+
+class Ready(Protocol):
+    """Something to wait for before the rows may be read, such as a `torch.cuda.Event`."""
+
+    def synchronize(self) -> Any: ...
+
+
+@dataclass(eq=False)
+class Slot:
+    """Rows reserved for one sample. `rows[layer]`: [T, H] view to copy into; `norms`: [L, T] float32 view, or None."""
+
+    sample: Sample
+    rows: dict[int, torch.Tensor]
+    norms: torch.Tensor | None
+    _buffer: _Buffer
+    _start: int
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """One shard in the making: `hidden[layer]` [capacity, H], and the samples that lie in it."""
+
+    hidden: dict[int, torch.Tensor]
+    norms: torch.Tensor | None
+    capacity: int
+    used: int = 0
+    open_slots: int = 0
+    sealed: bool = False
+    slots: list[Slot] = field(default_factory=list)
+    waits: list[Ready] = field(default_factory=list)
+    statistics: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class ShardWriter:
+    """One writer of a store: one per process (rank). Not for several threads on the calling side.
+
+    Args:
+        folder: the store; must exist.
+        spec: what the store holds.
+        name: names the shards, `shard-<name>-<seq>`; unique among the writers of a store.
+        shard_bytes: aimed at per shard; a longer sample gets a shard of its own.
+        buffers: shards in memory at once, two at least.
+        pin: page-locked buffers, for asynchronous copies from a GPU.
+        threads: shards written at once; one thread writes about 1.5 GB/s to memory, less than a fast GPU computes.
+        norms_given: the caller fills `slot.norms` (L2 norm of every row) from where the states were computed.
+        on_shard: called in the writing thread after each shard, with its manifest entry.
+
+    Attributes:
+        shards: manifest entries of the shards written so far.
+        rejected: (sample id, reason) of samples whose states were not finite: they are left out, and belong in the ledger.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: StoreSpec,
+        name: str = "r000",
+        *,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        buffers: int = 2,
+        threads: int = 1,
+        pin: bool = False,
+        norms_given: bool = False,
+        on_shard: Callable[[dict[str, Any]], None] | None = None,
+    ):
+        self.folder, self.spec, self.name = Path(folder), spec, name
+        self.capacity = max(1, shard_bytes // spec.bytes_per_token)
+        self.shards: list[dict[str, Any]] = []
+        self.rejected: list[tuple[str, str]] = []
+        self._pin, self._norms_given, self._on_shard = pin, norms_given, on_shard
+        self._max_buffers = max(2, buffers)
+        self._buffers: list[_Buffer] = []
+        self._free: list[_Buffer] = []
+        self._open: _Buffer | None = None
+        self._writing = 0
+        self._completed = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._queue: SimpleQueue[_Buffer | None] = SimpleQueue()
+        taken = [int(p.name.split("-")[-1].split(".")[0]) for p in self.folder.glob(f"shard-{name}-*.safetensors")]
+        self._sequence = max(taken, default=-1) + 1
+        if pin:
+            # Page-locking takes a second per few gigabytes: now, not in the middle of the run.
+            self._buffers = [self._allocate(self.capacity) for _ in range(self._max_buffers)]
+            self._free = list(self._buffers)
+        self._threads = [
+            threading.Thread(target=self._write_buffers, name=f"shards-{name}-{i}", daemon=True)
+            for i in range(max(1, threads))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- the computing side
+
+    def reserve(self, sample: Sample) -> Slot:
+        """Rows for one sample; waits while every buffer is full and on its way to the disk.
+
+        Raises what the writing thread met: DiskFullError, ContractError (a bad state), StoreError.
+        """
+        length = len(sample)
+        with self._changed:
+            if self._open is not None and self._open.used + length > self._open.capacity:
+                self._seal(self._open)
+            if self._open is None:
+                self._open = self._next_buffer(length)
+            buffer, start = self._open, self._open.used
+            buffer.used += length
+            buffer.open_slots += 1
+        rows = {i: tensor[start : start + length] for i, tensor in buffer.hidden.items()}
+        norms = None if buffer.norms is None else buffer.norms[:, start : start + length]
+        slot = Slot(sample, rows, norms, buffer, start)
+        buffer.slots.append(slot)
+        return slot
+
+    def complete(self, slot: Slot, ready: Ready | None = None) -> None:
+        """Every row of the sample is (or will be, once `ready`) in place."""
+        with self._changed:
+            if ready is not None:
+                slot._buffer.waits.append(ready)
+            slot._buffer.open_slots -= 1
+            self._completed += 1
+            self._pass_on(slot._buffer)
+
+    def abandon(self, slot: Slot) -> None:
+        """The sample will not come; its rows are left out of the shard."""
+        with self._changed:
+            slot._buffer.slots.remove(slot)
+            slot._buffer.open_slots -= 1
+            self._pass_on(slot._buffer)
+
+    def finish_open_shard(self) -> None:
+        """End the shard in the making (as far as its samples are complete), so that a stop loses nothing."""
+        with self._changed:
+            if self._open is not None:
+                self._seal(self._open)
+
+    def close(self) -> dict[str, int]:
+        """Write what is open, wait for the disk, and return totals: `samples`, `tokens`, `bytes`, `shards`.
+
+        Raises what the writing thread met, and StoreError for samples that were reserved but never completed.
+        """
+        self.finish_open_shard()
+        stuck = [slot.sample.id for b in self._buffers if b.open_slots for slot in b.slots]
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._raise_error()
+        if stuck:
+            raise StoreError(
+                f"{len(stuck)} samples were begun and never completed, the first is {stuck[0]}",
+                "this is a bug of the engine's capture; please report it with the run's logs",
+            )
+        written = sum(s["samples"] for s in self.shards)
+        if written + len(self.rejected) != self._completed:
+            raise StoreError(
+                f"{self._completed} samples were captured, {written} written and {len(self.rejected)} rejected",
+                "the writing thread died; see the log. Run the same command again: finished shards are kept",
+            )
+        return {
+            "samples": written,
+            "tokens": sum(s["tokens"] for s in self.shards),
+            "bytes": sum(s["bytes"] for s in self.shards),
+            "shards": len(self.shards),
+        }
+
+    def give_up(self, error: BaseException) -> None:
+        """Stop after an error on the computing side: nothing more is written, the threads end, finished shards stay."""
+        self._error = self._error or error
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _seal(self, buffer: _Buffer) -> None:
+        buffer.sealed = True
+        self._open = None
+        self._pass_on(buffer)
+
+    def _pass_on(self, buffer: _Buffer) -> None:
+        if buffer.sealed and buffer.open_slots == 0:
+            self._writing += 1
+            self._queue.put(buffer)
+
+    def _next_buffer(self, length: int) -> _Buffer:
+        """A free buffer of at least `length` rows, a new one, or the wait for one. Called with the lock held."""
+        while True:
+            self._raise_error()
+            for buffer in self._free:
+                if buffer.capacity >= length:
+                    self._free.remove(buffer)
+                    return buffer
+            if self._free and length > self.capacity:
+                # A sample longer than any buffer: a larger buffer takes the place of a free one.
+                self._buffers.remove(self._free.pop())
+            # Waiting helps only while something is being written. If all buffers wait for samples that are still being
+            # computed (chunked prefill), the caller must go on to complete them: one more buffer, or it would wait forever.
+            if len(self._buffers) < self._max_buffers or self._writing == 0:
+                buffer = self._allocate(max(self.capacity, length))
+                self._buffers.append(buffer)
+                return buffer
+            self._changed.wait(timeout=1.0)
+
+    def _allocate(self, capacity: int) -> _Buffer:
+        dtype, width = DTYPES[self.spec.dtype], self.spec.hidden_size
+        hidden = {i: torch.empty((capacity, width), dtype=dtype, pin_memory=self._pin) for i in self.spec.layer_ids}
+        norms = None
+        if self._norms_given:
+            norms = torch.empty((len(self.spec.layer_ids), capacity), dtype=torch.float32, pin_memory=self._pin)
+        return _Buffer(hidden, norms, capacity)
+
+    # -- the writing side
+
+    def _write_buffers(self) -> None:
+        while (buffer := self._queue.get()) is not None:
+            try:
+                if self._error is None and buffer.slots:
+                    for ready in buffer.waits:
+                        ready.synchronize()
+                    self._leave_out_unusable(buffer)
+                if self._error is None and buffer.slots:
+                    entry = self._write(buffer)
+                    self.shards.append(entry)
+                    if self._on_shard is not None:
+                        self._on_shard(entry)
+            except BaseException as error:  # noqa: BLE001 - carried to the computing side, which raises it
+                self._error = error
+                log.error("writing shard %s failed: %s", self._sequence, error)
+            with self._changed:
+                buffer.used, buffer.sealed = 0, False
+                buffer.slots, buffer.waits, buffer.statistics = [], [], {}
+                self._writing -= 1
+                if buffer in self._buffers and len(self._buffers) > self._max_buffers:
+                    self._buffers.remove(buffer)
+                elif buffer in self._buffers:
+                    self._free.append(buffer)
+                self._changed.notify_all()
+
+    def _leave_out_unusable(self, buffer: _Buffer) -> None:
+        """Check every state of a full buffer; drop samples with NaN or Inf (F9), raise ContractError for anything systematic.
+
+        A few samples may overflow in low precision without anything being wrong with the capture: they go to the ledger. An
+        all-zero state (F4), or more than a few bad samples, is a capture that does not work.
+        """
+        reasons: dict[str, str] = {}
+        for position, i in enumerate(self.spec.layer_ids):
+            for slot in buffer.slots:
+                if slot.norms is None:
+                    norms = torch.linalg.vector_norm(slot.rows[i], dim=1, dtype=torch.float32)
+                else:
+                    norms = slot.norms[position]
+                    self._compare_host_copy(slot, i, norms)
+                where = f"layer {i}, sample {slot.sample.id}, position"
+                zero = zero_states(i, norms).nonzero()
+                if len(zero):
+                    raise ContractError(
+                        f"{where} {int(zero[0])}: the state is all zero (fault F4); {len(zero)} of the sample's {len(norms)} rows are",
+                        "the capture of this layer does not work; run again with --trace and look at the hops of this layer",
+                    )
+                odd = (~torch.isfinite(norms)).nonzero()
+                if len(odd):
+                    reasons.setdefault(
+                        slot.sample.id, f"{where} {int(odd[0])}: not finite; {len(odd)} of {len(norms)} rows (fault F9)"
+                    )
+                buffer.statistics.setdefault(i, []).append(norms)
+        if len(reasons) > max(2, len(buffer.slots) // 20):
+            raise ContractError(
+                f"{len(reasons)} of {len(buffer.slots)} samples have states that are not finite (fault F9); the first: {next(iter(reasons.values()))}",
+                "this is no rare overflow: check the weights (`eyas verify`), or run with --dtype float32 or bfloat16",
+            )
+        if reasons:
+            self.rejected += reasons.items()
+            log.warning(
+                "%d samples left out of shard %d: %s", len(reasons), self._sequence, next(iter(reasons.values()))
+            )
+            keep = [j for j, slot in enumerate(buffer.slots) if slot.sample.id not in reasons]
+            buffer.slots = [buffer.slots[j] for j in keep]
+            buffer.statistics = {i: [norms[j] for j in keep] for i, norms in buffer.statistics.items()}
+
+    def _compare_host_copy(self, slot: Slot, layer: int, norms: torch.Tensor) -> None:
+        """First and last row against the norms computed on the device: a copy that never happened holds what lay there before."""
+        ends = [0, len(slot.sample) - 1]
+        here = torch.linalg.vector_norm(slot.rows[layer][ends], dim=1, dtype=torch.float32)
+        there = norms[ends]
+        off = (here - there).abs() > 1e-2 * there
+        if (off & torch.isfinite(there)).any():
+            raise ContractError(
+                f"layer {layer}, sample {slot.sample.id}: the host copy's norms {here.tolist()} at the first and last position are not "
+                f"those computed beside the states on the device, {there.tolist()} (fault F2)",
+                "the copy to the host is out of order; run again with --trace and report it",
+            )
+
+    def _write(self, buffer: _Buffer) -> dict[str, Any]:
+        """Hash and write one checked buffer as a shard. Returns its manifest entry."""
+        slots = buffer.slots
+        offsets = np.concatenate([[0], np.cumsum([len(s.sample) for s in slots])]).astype(np.int64)
+        # Without left-out samples the rows lie in order and without gaps, and no copy is needed.
+        dense = all(slot._start == offsets[i] for i, slot in enumerate(slots))
+        pick: Any = slice(0, int(offsets[-1]))
+        if not dense:
+            pick = torch.cat([torch.arange(s._start, s._start + len(s.sample)) for s in slots])
+        tensors = {
+            "token_ids": torch.from_numpy(np.concatenate([s.sample.token_ids for s in slots])),
+            "loss_mask": torch.from_numpy(np.concatenate([s.sample.loss_mask for s in slots])),
+            "offsets": torch.from_numpy(offsets),
+            "sample_ids": ids_to_words([s.sample.id for s in slots]),
+        }
+        statistics: dict[str, dict[str, float]] = {}
+        for i in self.spec.layer_ids:
+            rows, norms = buffer.hidden[i][pick], torch.cat(buffer.statistics[i])
+            statistics[str(i)] = {"mean": float(norms.mean()), "min": float(norms.min()), "max": float(norms.max())}
+            if self.spec.store_dtype == "fp8":
+                tensors[f"hidden.{i}"], tensors[f"scale.{i}"], error = quantise_fp8(rows)
+                statistics[str(i)]["fp8_relative_l2"] = error
+            else:
+                tensors[f"hidden.{i}"] = rows
+        metadata = {**self.spec.metadata(), **checksum_metadata(tensors), "norms": json.dumps(statistics)}
+        with self._changed:
+            path = self.folder / f"shard-{self.name}-{self._sequence:05d}.safetensors"
+            self._sequence += 1
+        if path.exists():
+            raise StoreError(
+                f"{path} is there already: another process writes shards of this name (fault F11)",
+                "two runs share the folder; let one end, then run the same command again: it makes what is missing",
+            )
+        write_shard_file(path, tensors, metadata)
+        return {
+            "name": path.name,
+            "samples": len(slots),
+            "tokens": int(offsets[-1]),
+            "bytes": path.stat().st_size,
+            "norms": statistics,
+        }
+
+
+def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write `<path>.tmp`, flush it to the disk, rename it: a reader sees all of a shard or nothing.
+
+    Raises DiskFullError (the temporary file is removed) or StoreError.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "xb", buffering=0) as file:
+            write_safetensors(file, tensors, metadata)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except FileExistsError as error:
+        raise StoreError(
+            f"{temporary} is being written by another process (fault F11)",
+            "two runs share the folder; let one end, then run the same command again",
+        ) from error
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise DiskFullError(
+                f"no space left for {path.name} in {path.parent}",
+                "free some space and run the same command again: finished shards are kept",
+            ) from error
+        raise StoreError(
+            f"{path} could not be written: {error}",
+            "check the disk and the folder's rights, then run the same command again",
+        ) from error
+
+
+_DTYPE_NAMES = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+def write_safetensors(file: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous tensors in the safetensors format straight from their memory.
+
+    `safetensors.torch.save_file` copies every tensor into Python bytes first: twice the memory. Here the system calls run beside
+    the engine's own thread. (One file's tensors are not written side by side: the kernel locks a file for each write.)
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins aligned
+    _write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
+    for _, tensor in ordered:
+        _write_all(file, tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data[: 2**26]) :]
+
+
+def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """One scale per token: [T, H] -> ([T, H] float8_e4m3fn, [T] float32, relative L2 error of the whole)."""
+    full = rows.float()
+    scale = full.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / FP8_MAX
+    quantised = (full / scale[:, None]).to(torch.float8_e4m3fn)
+    error = torch.linalg.vector_norm(quantised.float() * scale[:, None] - full) / torch.linalg.vector_norm(full)
+    return quantised, scale, float(error)

@@ -1,0 +1,122 @@
+"""The target's tokenizer and shape, without its weights: loaded, and described for manifests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eyas.base.errors import InputError
+from eyas.base.manifest import content_hash
+from eyas.data.chat_template import ChatTemplate
+
+
+def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder, hub id or `smollm2`. Raises InputError when there is none."""
+    from transformers import AutoTokenizer
+
+    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
+
+    # Not `resolve_model_path`, which would download the weights of a hub model too.
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(
+            f"no tokenizer could be loaded from {model_path}: {error}",
+            "give a model's folder or hub id; some tokenizers need --trust-remote-code",
+        ) from None
+
+
+def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
+    """Texts of the tokens at which the target's generation config stops; empty where it has none."""
+    from transformers import GenerationConfig
+
+    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
+
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        ids = GenerationConfig.from_pretrained(place).eos_token_id
+    except (OSError, ValueError):
+        return []
+    known = len(tokenizer)
+    return [
+        str(tokenizer.decode([i])) for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i < known
+    ]
+
+
+def token_lookup(tokenizer: Any) -> Callable[[bytes], int | None]:
+    """bytes -> the one token that stands for exactly these bytes, None where there is none or more than one.
+
+    The table is built at the first look-up (a second for 150,000 tokens).
+    """
+    table: dict[bytes, int | None] = {}
+
+    def look_up(piece: bytes) -> int | None:
+        if not table:
+            for index in range(len(tokenizer)):
+                own = bytes_of(tokenizer, index)
+                if own is not None:
+                    table[own] = None if own in table else index
+        return table.get(piece)
+
+    return look_up
+
+
+def bytes_of(tokenizer: Any, index: int) -> bytes | None:
+    """The bytes that a token stands for; None where they cannot be told from outside."""
+    text = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    name = tokenizer.convert_ids_to_tokens(index)
+    if isinstance(name, str) and name.startswith("▁"):  # decoding a lone token drops its space
+        return name.replace("▁", " ").encode()
+    if "\ufffd" not in text:
+        return text.encode()
+    if isinstance(name, str) and all(letter in _BYTE_OF for letter in name):
+        return bytes(_BYTE_OF[letter] for letter in name)
+    if isinstance(name, str) and len(name) == 6 and name.startswith("<0x"):
+        return bytes([int(name[3:5], 16)])
+    return None
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which byte-level BPE writes bytes: printable ones as themselves, the others from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_letters()
+
+
+def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
+    """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
+    tokenizer = template.tokenizer
+    return {
+        "model_path": model_path,
+        "class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "vocab_hash": vocabulary_hash(tokenizer),
+        "template_hash": content_hash((template.source or "").encode()),
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return content_hash(vocabulary.encode("utf-8", "surrogatepass"))
+
+
+def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
+    """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
+    from transformers import AutoConfig
+
+    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
+
+    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    try:
+        text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
+        return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}
+    except (OSError, ValueError, KeyError, AttributeError, ImportError):
+        return None

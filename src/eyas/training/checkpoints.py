@@ -1,0 +1,142 @@
+"""Checkpoints of a training run: everything that exact resuming needs, written whole or not at all.
+
+    checkpoints/step-00000200/model.safetensors   fp32 master weights
+                              optimizer.pt        AdamW's moments, by parameter name
+                              state.json          step, seconds trained, best so far
+                              rng-<rank>.pt       random states of each rank
+
+A checkpoint is written under `.tmp-...`, flushed and renamed, so a folder with the right name is complete. Full (unsharded) tensors are
+stored, gathered over FSDP ranks and kept by rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from eyas.base.disk_full import disk_full_named
+from eyas.base.errors import StoreError
+from eyas.base.manifest import fsync_folder, write_json
+
+_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All weights and buffers, unsharded, on the CPU (on rank 0; empty elsewhere under FSDP). Every rank must call it."""
+    weights: dict[str, Any] = get_model_state_dict(model, options=_GATHERED)
+    return {k: v.contiguous() for k, v in weights.items() if k != "embed_tokens.weight"}
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    accelerator: Any,
+) -> Path:
+    """Write `folder/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it.
+
+    Raises:
+        DiskFullError: nothing of this checkpoint is left, those before are.
+    """
+    weights = full_weights(model)
+    moments = get_optimizer_state_dict(model, optimizer, options=_GATHERED)
+    final = folder / f"step-{step:08d}"
+    work = folder / f".tmp-step-{step:08d}"
+    need = 3 * sum(x.nbytes for x in weights.values())  # with the two moments
+    folder.mkdir(parents=True, exist_ok=True)
+    with disk_full_named(folder, need, work):
+        if accelerator.is_main_process:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            save_file(weights, work / "model.safetensors")
+            torch.save(moments, work / "optimizer.pt")
+        accelerator.wait_for_everyone()
+        torch.save(_random_states(), work / f"rng-{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            write_json(work / "state.json", {**state, "step": step})
+            for path in work.iterdir():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(work, final)
+            fsync_folder(folder)
+            for old in list_checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a run that was killed while it saved left in a draft's folder. Nobody else may be writing there."""
+    for path in (folder / "checkpoints").glob(".tmp-step-*"):
+        shutil.rmtree(path)
+    for path in folder.glob(".model.safetensors.*.tmp"):
+        path.unlink()
+
+
+def load_checkpoint(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Any
+) -> dict[str, Any]:
+    """Restore weights, moments and random states in place; returns the saved state. Every rank must call it.
+
+    Raises:
+        StoreError: the checkpoint is damaged or is of a draft of another shape.
+    """
+    try:
+        state = json.loads((path / "state.json").read_text())
+        weights: dict[str, Any] = load_file(path / "model.safetensors")
+        moments = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, weights, options=options)
+        set_optimizer_state_dict(model, optimizer, moments, options=options)
+        own = path / f"rng-{accelerator.process_index}.pt"
+        if own.exists():
+            _restore_random_states(torch.load(own, weights_only=False))
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise StoreError(
+            f"checkpoint {path} cannot be restored: {error}", "delete it to resume from the one before"
+        ) from None
+    return state
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
