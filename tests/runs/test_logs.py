@@ -12,7 +12,7 @@ import pytest
 from eyas.runs.loglines import Line, Wanted, first_causes, follow_lines, format_causes, read_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="process capture is for Linux")
-SOURCE = str(Path(__file__).resolve().parent.parent / "src")
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 DRIVER = """
 import ctypes, logging, multiprocessing, os, sys, time

@@ -59,7 +59,7 @@ def test_all_twenty_are_here_in_order_and_explained() -> None:
     numbers = [int(n) for n in re.findall(r"^def test_f(\d+)_", Path(__file__).read_text(), re.MULTILINE)]
     assert numbers == sorted(numbers)
     assert set(numbers) == set(range(1, 21))
-    page = (Path(__file__).parents[1] / "docs" / "faults.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
     assert [int(n) for n in re.findall(r"^\| F(\d+) \|", page, re.MULTILINE)] == list(range(1, 21))
 
 
@@ -710,7 +710,7 @@ def test_f18_vllm_last_words_of_ranks_that_die_hard_and_the_first_cause_on_the_t
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the library's own level, above what is to be kept
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    path = os.pathsep.join([str(Path(__file__).parent), eyas_environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), eyas_environment()["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, str(script), str(vllm_model("llama"))],
         capture_output=True,

@@ -72,7 +72,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     state = root / "state"
-    source = str(Path(__file__).resolve().parent.parent / "src")
+    source = str(Path(__file__).resolve().parents[2] / "src")
     Path("/run/sshd").mkdir(parents=True, exist_ok=True)  # sshd's privilege separation wants it
     (root / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {root}/host_key\nAuthorizedKeysFile {root}/authorized_keys\n"
