@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 STAMP_VLLM := $(VENV)/.ready-vllm
 
-.PHONY: setup setup-vllm demo test lint clean
+.PHONY: setup setup-vllm demo check test lint clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Everything but the tests that start an engine.
+check: $(STAMP) lint
+	$(BIN)/python -m pytest -m 'not vllm'
 
 test: $(STAMP_VLLM) lint
 	$(BIN)/python -m pytest
