@@ -1,6 +1,6 @@
 """What one rank does with the states of one engine step: check them, split them by request, copy its share, hand it to the writer.
 
-Nothing here knows vLLM; `vllm_worker.py` takes what is needed out of its runners. The rules:
+Nothing here knows vLLM; `worker.py` takes what is needed out of its runners. The rules:
 
 - Every tensor-parallel rank sees the same states, so each sample belongs to one rank by a stable hash of its id.
 - On a GPU nothing waits. The owned rows are gathered on the compute stream (the engine may reuse its own tensors in the next step)

@@ -5,7 +5,7 @@ layers look equal, and no check of the states means anything. Here: norms are 1,
 weights are random bits, scales are what four-bit weights of that variance have. The same on every rank, so that what tensor-parallel
 ranks hold in common stays equal.
 
-Registered with vLLM by name (`register_model_loader`), imported in every worker by `vllm_worker.py`.
+Registered with vLLM by name (`register_model_loader`), imported in every worker by `worker.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     settings -> LLM(worker_cls=eyas...CaptureWorker) -> one request per sample, one token each -> ranks write shards -> totals
 
-The states never come here: `vllm_worker.py` and `vllm_capture.py` take them where they are computed. This file keeps the engine's queue
+The states never come here: `worker.py` and `vllm_capture.py` take them where they are computed. This file keeps the engine's queue
 filled, counts what came back against what was sent, and turns what a rank or a dying process left behind into an error that says
 which rank met what. How vLLM is started is in `vllm_start.py`.
 """

@@ -27,7 +27,7 @@ from eyas.target.model_files import ModelInfo
 
 SUPPORTED = ((0, 26), (0, 32))
 WORKER = "eyas.engines.vllm.worker.CaptureWorker"
-#: vLLM's name for our random weights, see `vllm_dummy.py` (not imported here: it imports vLLM).
+#: vLLM's name for our random weights, see `dummy.py` (not imported here: it imports vLLM).
 DUMMY_FORMAT = "eyas_dummy"
 #: Tokens of one engine step: large enough for full prefill speed, small enough that two steps' states fit beside the model.
 STEP_TOKENS = {"cuda": 16384, "cpu": 2048}

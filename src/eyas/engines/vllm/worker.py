@@ -22,7 +22,7 @@ import torch
 from vllm.platforms import current_platform
 
 from eyas.base.errors import ContractError, EyasError, InputError
-from eyas.engines import vllm_dummy  # noqa: F401 - registers its load format with vLLM
+from eyas.engines.vllm import dummy  # noqa: F401 - registers its load format with vLLM
 from eyas.engines.vllm.capture import Capture, Step
 from eyas.engines.vllm.stop import end_without_collecting
 from eyas.runs.logs import attach_process
