@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from eyas.base.errors import ContractError, DiskFullError, FolderConflictError, InputError, StoreError
 from eyas.data.dataset import Sample
+from eyas.store.checksums import row_sums
 from eyas.store.states import (
     StoreSpec,
     done_samples,
@@ -273,23 +274,111 @@ def test_many_samples_with_nan_stop_the_run(tmp_path):
         for rows in slot.rows.values():
             rows.fill_(float("nan"))
         writer.complete(slot)
-    with pytest.raises(ContractError, match="6 of 6 samples"):
+    with pytest.raises(ContractError, match="6 of the last 6 samples"):
         writer.close()
 
 
-def test_a_host_copy_that_never_happened_is_noticed(tmp_path):
-    """F2: the buffer still holds the rows of an earlier sample; the norms from the device say otherwise."""
+def test_failed_samples_are_counted_over_the_writer_whatever_the_shard_size(tmp_path):
+    """With one sample a shard 40 of 40 failed used to be 40 single accidents."""
     spec = make_spec()
-    writer = ShardWriter(tmp_path, spec, norms_given=True)
-    right, wrong = make_samples([5, 5])
-    for sample in (right, wrong):
-        slot = writer.reserve(sample)
-        for position, layer in enumerate(spec.layer_ids):
-            slot.rows[layer].copy_(states_of(right, layer))  # for `wrong`, the other sample's rows
-            slot.norms[position].copy_(states_of(sample, layer).norm(dim=1))
-        writer.complete(slot)
-    with pytest.raises(ContractError, match=f"sample {wrong.id}: the host copy"):
+    writer = ShardWriter(tmp_path, spec, shard_bytes=5 * spec.bytes_per_token)
+
+    def run():
+        for sample in make_samples([5] * 40):
+            slot = writer.reserve(sample)
+            for rows in slot.rows.values():
+                rows.fill_(float("nan"))
+            writer.complete(slot)
         writer.close()
+
+    with pytest.raises(ContractError, match="3 of the last 3 samples"):
+        run()
+
+
+def test_samples_that_begin_to_fail_late_stop_the_run(tmp_path, monkeypatch):
+    """Thousands of good samples do not excuse that none comes any more: the last ones count."""
+    monkeypatch.setattr("eyas.store.writer.RECENT", 100)
+    spec = make_spec()
+    writer = ShardWriter(tmp_path, spec, shard_bytes=30 * spec.bytes_per_token)
+    good, bad = make_samples([3] * 400), make_samples([4] * 40, seed=1)
+    write_samples(writer, good)
+
+    def run():
+        for sample in bad:
+            slot = writer.reserve(sample)
+            for rows in slot.rows.values():
+                rows.fill_(float("inf"))
+            writer.complete(slot)
+        writer.close()
+
+    with pytest.raises(ContractError, match=r"of the last 100 samples have states that are not finite"):
+        run()
+    assert len(done_samples(tmp_path)) == 400
+
+
+def write_from_device(writer, spec, sample, change=lambda slot: None, states=states_of):
+    """As a GPU's capture does it: rows, and what the device computed of them."""
+    slot = writer.reserve(sample)
+    for position, layer in enumerate(spec.layer_ids):
+        rows = states(sample, layer)
+        slot.rows[layer].copy_(rows)
+        slot.norms[position].copy_(rows.norm(dim=1))
+        slot.sums[position].copy_(row_sums(rows))
+    change(slot)
+    writer.complete(slot)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("-inf")])
+def test_every_row_of_a_host_copy_is_compared_with_the_device(tmp_path, value):
+    """F2: one value in the middle of a sample that is not what the device computed, also one that compares with nothing."""
+    spec = make_spec()
+    writer = ShardWriter(tmp_path, spec, on_device=True)
+    right, wrong = make_samples([5, 5])
+    write_from_device(writer, spec, right)
+
+    def change(slot):
+        slot.rows[0][3, 7] = value
+
+    write_from_device(writer, spec, wrong, change)
+    with pytest.raises(ContractError, match=f"layer 0, sample {wrong.id}, position 3: the host copy .* 1 of .* 5 rows"):
+        writer.close()
+
+
+def test_a_copy_that_never_happened_is_noticed_even_if_nothing_of_it_did(tmp_path):
+    """F2: rows, norms and sums of an earlier sample lie in the buffer, and fit each other."""
+    spec = make_spec()
+    writer = ShardWriter(tmp_path, spec, on_device=True, shard_bytes=5 * spec.bytes_per_token)
+    for sample in make_samples([5, 5, 5, 5]):
+        write_from_device(writer, spec, sample)
+    (late,) = make_samples([5], seed=1)
+    writer.complete(writer.reserve(late))
+    with pytest.raises(ContractError, match=f"sample {late.id}, position 0: the host copy .* 5 of .* 5 rows"):
+        writer.close()
+
+
+def test_a_sample_that_is_not_finite_on_the_device_either_goes_to_the_ledger(tmp_path):
+    spec = make_spec()
+    writer = ShardWriter(tmp_path, spec, on_device=True)
+    good, bad = make_samples([5, 6])
+
+    def broken(sample, layer):
+        rows = states_of(sample, layer)
+        rows[2, 1] = float("nan")
+        return rows
+
+    write_from_device(writer, spec, good)
+    write_from_device(writer, spec, bad, states=broken)
+    assert writer.close()["samples"] == 1
+    assert [one for one, _ in writer.rejected] == [bad.id]
+
+
+@pytest.mark.parametrize("width", [16, 6, 5, 7])
+def test_row_sums_are_the_sums_of_the_rows_bytes(width):
+    rows = torch.randn(3, width).bfloat16()
+    words = {16: np.int64, 6: np.int32, 5: np.int16, 7: np.int16}[width]
+    raw = rows.view(torch.int16).numpy()
+    with np.errstate(over="ignore"):
+        assert row_sums(rows).tolist() == [int(row.view(words).sum(dtype=np.int64)) for row in raw]
 
 
 # --- folders --------------------------------------------------------------------------------------------------------

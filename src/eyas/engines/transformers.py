@@ -23,6 +23,7 @@ from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
 from eyas.extraction.batches import replica_name
 from eyas.gates.preflight import Check, check_memory
+from eyas.store.checksums import row_sums
 from eyas.store.states import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
 from eyas.target.model_files import LOADING, ModelInfo
@@ -263,7 +264,7 @@ class TransformersEngine:
             buffers=4 if on_gpu else 2,
             threads=2 if on_gpu else 1,
             pin=on_gpu,
-            norms_given=on_gpu,
+            on_device=on_gpu,
         )
         samples_done = tokens_done = 0
         interrupted = False
@@ -296,20 +297,21 @@ class TransformersEngine:
 
         def take(layer: int, stream: torch.Tensor, lengths: list[int]) -> None:
             start, first = 0, taken[layer]
-            norms = None
+            norms = sums = None
             if self._stream is not None:
-                norms = torch.linalg.vector_norm(stream, dim=1, dtype=torch.float32)
+                norms, sums = torch.linalg.vector_norm(stream, dim=1, dtype=torch.float32), row_sums(stream)
                 self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream) if self._stream is not None else torch.no_grad():
                 for slot, length in zip(slots[first:], lengths, strict=False):
                     if slot is not None:
                         slot.rows[layer].copy_(stream[start : start + length], non_blocking=True)
-                    if slot is not None and norms is not None and slot.norms is not None:
-                        slot.norms[order[layer]].copy_(norms[start : start + length], non_blocking=True)
+                        for found, target in ((norms, slot.norms), (sums, slot.sums)):
+                            if found is not None and target is not None:
+                                target[order[layer]].copy_(found[start : start + length], non_blocking=True)
                     start += length
-            if self._stream is not None and norms is not None:
-                stream.record_stream(self._stream)
-                norms.record_stream(self._stream)
+            if self._stream is not None and norms is not None and sums is not None:
+                for tensor in (stream, norms, sums):
+                    tensor.record_stream(self._stream)
             taken[layer] = first + len(lengths)
 
         self.forward_captured(batch, take)

@@ -4,9 +4,9 @@ Nothing here knows vLLM; `worker.py` takes what is needed out of its runners. Th
 
 - Every tensor-parallel rank sees the same states, so each sample belongs to one rank by a stable hash of its id.
 - On a GPU nothing waits. The owned rows are gathered on the compute stream (the engine may reuse its own tensors in the next step)
-  together with their norms and the engine's own input ids; a stream of ours copies them into the writer's pinned buffers; the
-  writing thread waits for the copy and compares the ids with the sample's. That comparison proves, for every row, that it
-  belongs to this token of this sample.
+  together with their norms, their sums and the engine's own input ids; a stream of ours copies them into the writer's pinned buffers;
+  the writing thread waits for the copy and compares the ids with the sample's, and each row's sum with the device's. That
+  proves, for every row, that it belongs to this token of this sample and that it arrived.
 - A full disk queue makes `reserve` wait, and with it this rank and the engine: memory stays bounded.
 """
 
@@ -28,6 +28,7 @@ import torch
 from eyas.base.errors import ContractError, EyasError
 from eyas.data.dataset import Sample
 from eyas.engines.contract import HOST_COPY, SHARD, SPLIT, Hop, check_model_output, require_sound, write_hops
+from eyas.store.checksums import row_sums
 from eyas.store.writer import ShardWriter, Slot
 
 log = logging.getLogger(__name__)
@@ -69,14 +70,14 @@ class Step:
     """What one engine step computed, in the engine's own row order.
 
     `requests[i]` has `scheduled[i]` rows, following those of `requests[i - 1]`; `computed[r]` of its tokens came in earlier
-    steps (0 = begun or begun anew after a preemption). `aux`: the model's auxiliary output. `input_ids`: [>= rows], or None.
+    steps (0 = begun or begun anew after a preemption). `aux`: the model's auxiliary output. `input_ids`: [>= rows].
     """
 
     requests: Sequence[str]
     scheduled: Sequence[int]
     computed: Mapping[str, int]
     aux: Any
-    input_ids: torch.Tensor | None
+    input_ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,16 @@ class StepCopy:
     """
 
     def __init__(
-        self, segments: Sequence[Segment], input_ids: torch.Tensor | None, norms: torch.Tensor | None, event: Any
+        self,
+        segments: Sequence[Segment],
+        input_ids: torch.Tensor,
+        found: Sequence[torch.Tensor] = (),
+        event: Any = None,
     ):
-        self._segments, self._input_ids, self._norms, self._event = segments, input_ids, norms, event
-        self._targets = [None if s.pending.slot is None else s.pending.slot.norms for s in segments]
+        """`found`: norms and sums [L, rows] from the device, `event`: when they are there; both left out where nothing was copied."""
+        self._segments, self._input_ids, self._found, self._event = segments, input_ids, found, event
+        slots = [s.pending.slot for s in segments]
+        self._targets = [(slot.norms, slot.sums) if slot is not None and found else () for slot in slots]
         self._lock = threading.Lock()
         self._finished = False
 
@@ -116,10 +123,10 @@ class StepCopy:
             for segment, target in zip(self._segments, self._targets, strict=True):
                 rows = slice(row, row + segment.length)
                 row += segment.length
-                if self._input_ids is not None:
-                    _require_own_tokens(self._input_ids[rows].numpy(), segment)
-                if target is not None and self._norms is not None:
-                    target[:, segment.at : segment.at + segment.length] = self._norms[:, rows]
+                _require_own_tokens(self._input_ids[rows].numpy(), segment)
+                for of_slot, found in zip(target, self._found, strict=True):
+                    assert of_slot is not None  # for the type checker: a writer with `on_device` has them
+                    of_slot[:, segment.at : segment.at + segment.length] = found[:, rows]
             self._finished = True
 
 
@@ -149,7 +156,7 @@ class Capture:
     """One rank's capture of one run: from `step` to `ShardWriter`.
 
     Args:
-        writer: this rank's; `norms_given` when the states are on a GPU.
+        writer: this rank's; `on_device` when the states are on a GPU.
         layer_ids: in any order; the model returns them ascending.
         hidden_size, dtype: of the states, e.g. 7168 and "bfloat16".
         rank: global, for messages. owner, owners: this rank's place among the ranks that see the states.
@@ -208,8 +215,8 @@ class Capture:
         """Requests that ended. One that ended before all its tokens came (an abort) is dropped; the driver counts what is missing."""
         for request in requests:
             pending = self._pending.pop(request, None)
-            if pending is not None and pending.slot is not None:
-                self.writer.abandon(pending.slot)
+            if pending is not None:
+                self._abandon(pending)
 
     # -- states
 
@@ -272,10 +279,7 @@ class Capture:
                 at = step.computed[request]
                 length = min(scheduled, len(pending.sample) - at)  # what lies beyond is the generated token
                 if at == 0 and pending.done > 0:  # preempted and begun anew
-                    pending.done = 0
-                    if pending.slot is not None:
-                        self.writer.abandon(pending.slot)
-                    pending.slot, pending.copies = None, []
+                    self._abandon(pending)
                 if length > 0:
                     if at != pending.done:
                         self._refuse_gap(request, pending, at, row, scheduled)
@@ -287,6 +291,14 @@ class Capture:
             if segment.pending.slot is None:
                 segment.pending.slot = self.writer.reserve(segment.pending.sample)
         return found
+
+    def _abandon(self, pending: Pending) -> None:
+        """Forget what came of a sample, once no copy on its way can still write to its rows: they will be another sample's."""
+        for copy in pending.copies:
+            copy.synchronize()
+        if pending.slot is not None:
+            self.writer.abandon(pending.slot)
+        pending.done, pending.slot, pending.copies = 0, None, []
 
     def _refuse_gap(self, request: str, pending: Pending, at: int, row: int, scheduled: int) -> None:
         hop = Hop(
@@ -312,10 +324,7 @@ class Capture:
             for layer, states in zip(self.ascending, step.aux, strict=True):
                 target = segment.pending.slot.rows[layer]
                 target[segment.at : segment.at + segment.length] = states[segment.row : segment.row + segment.length]
-        ids = None
-        if step.input_ids is not None:
-            ids = torch.cat([step.input_ids[s.row : s.row + s.length] for s in segments])
-        copy = StepCopy(segments, ids, None, None)
+        copy = StepCopy(segments, torch.cat([step.input_ids[s.row : s.row + s.length] for s in segments]))
         copy.synchronize()
         return copy
 
@@ -327,9 +336,8 @@ class Capture:
         # The writer's norms are in the order asked, the model's layers ascending.
         asked = [staged[self.ascending.index(layer)] for layer in self.writer.spec.layer_ids]
         norms = torch.stack([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in asked])
-        ids = None if step.input_ids is None else gather(step.input_ids)
-        host_norms = torch.empty(norms.shape, dtype=torch.float32, pin_memory=True)
-        host_ids = None if ids is None else torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        small = [gather(step.input_ids), norms, torch.stack([row_sums(rows) for rows in asked])]
+        on_host = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in small]
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             for source, length, slot, at in _merged(segments, self.ascending[0]):
@@ -337,14 +345,13 @@ class Capture:
                     # One copy for all samples whose rows follow each other in the buffer.
                     target = slot.rows[layer][at:].as_strided((length, self.hidden_size), (self.hidden_size, 1))
                     target.copy_(rows[source : source + length], non_blocking=True)
-            host_norms.copy_(norms, non_blocking=True)
-            if ids is not None and host_ids is not None:
-                host_ids.copy_(ids, non_blocking=True)
+            for one, target in zip(small, on_host, strict=True):
+                target.copy_(one, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        copy = StepCopy(segments, host_ids, host_norms, event)
+        copy = StepCopy(segments, on_host[0], on_host[1:], event)
         # The gathered rows stay referenced until their copy is done: only then may the allocator give their memory away.
-        self._in_flight.append((copy, [*staged, norms, *([] if ids is None else [ids])]))
+        self._in_flight.append((copy, [*staged, *small]))
         return copy
 
     def _drop_arrived(self) -> None:

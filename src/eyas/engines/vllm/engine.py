@@ -43,7 +43,7 @@ from eyas.engines.vllm.start import (
 from eyas.engines.vllm.stop import end_engine
 from eyas.gates.preflight import Check, Status
 from eyas.store.states import DTYPES, StoreSpec, read_shard_header
-from eyas.store.writer import ShardWriter
+from eyas.store.writer import ShardWriter, too_many_failed
 from eyas.target.model_files import human_bytes
 
 log = logging.getLogger(__name__)
@@ -276,6 +276,11 @@ class VllmEngine:
                         engine.add_request(name, {"prompt_token_ids": sample.token_ids.tolist()}, params)
                     except ValueError as error:
                         rejected.append((sample.id, f"refused by the engine: {error}"))
+                        if too_many_failed(len(rejected), len(rejected) + len(expected)):
+                            raise EngineError(
+                                f"vLLM refused {len(rejected)} of {len(rejected) + len(expected)} samples, the last: {error}",
+                                "the samples do not fit this model or these settings",
+                            ) from error
                         continue
                     under_way[name] = sample
                     waiting_tokens += len(sample)

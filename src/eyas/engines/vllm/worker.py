@@ -328,7 +328,7 @@ class CaptureWorker(PlatformWorker):
                 buffers=settings["buffers"],
                 threads=settings["threads"],
                 pin=cuda,
-                norms_given=cuda,
+                on_device=cuda,
             )
             self._capture = Capture(
                 writer,
