@@ -70,10 +70,10 @@ def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
     """Answer the prompts until all are answered or the time is up, and gather all answers in `samples.jsonl`."""
-    from eyas.data.chat_template import ChatTemplate
     from eyas.data.dataset import open_dataset
-    from eyas.data.generators import Generator, Sampling, TransformersGenerator, VllmGenerator
+    from eyas.data.generators import Generator, Sampling
     from eyas.data.regeneration import RegenerateSettings, regenerate
+    from eyas.engines.generation import TransformersGenerator, VllmGenerator
 
     began = time.monotonic()
     shared: list[Generator] = []
@@ -81,9 +81,8 @@ def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], Non
     class Kept:
         """One generator for all rounds: `regenerate` closes what it is given, and an engine takes a minute to start."""
 
-        def __init__(self, sampling: Sampling, template: ChatTemplate):
+        def __init__(self, sampling: Sampling, stop: list[int]):
             if not shared:
-                stop = template.end_of_turn_ids()
                 if arguments.generator == "vllm":
                     longest, share = arguments.max_seq_len, arguments.gpu_memory_utilization
                     shared.append(
@@ -132,7 +131,7 @@ def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], Non
                 arguments.prompts,
                 arguments.model_path,
                 name,
-                lambda template, sampling=sampling: Kept(sampling, template),
+                lambda _, stop_ids, sampling=sampling: Kept(sampling, stop_ids),
                 settings=RegenerateSettings(arguments.max_seq_len, sampling),
                 limit=arguments.limit,
                 window=arguments.window or 4 * arguments.batch_size,

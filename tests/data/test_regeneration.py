@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,8 +15,10 @@ from eyas.base.errors import EngineError, FolderConflictError, InputError
 from eyas.base.locks import lock_folder
 from eyas.data.chat_template import ChatTemplate, MaskSettings
 from eyas.data.dataset import open_dataset
-from eyas.data.generators import Answer, EndpointGenerator, Sampling, TransformersGenerator, ended
+from eyas.data.generators import Answer, Sampling
 from eyas.data.regeneration import RegenerateSettings, message_of, regenerate, samples_of
+from eyas.engines.endpoint import NEUTRAL, EndpointGenerator
+from eyas.engines.generation import TransformersGenerator, cut
 from eyas.target.tokenizer import bytes_of, token_lookup
 
 QUESTIONS = ["Hi there", "What is 12 + 30?", "And now?", "Hello", "How are you?", "Is it sunny?"]
@@ -46,12 +49,8 @@ def model(tmp_path_factory) -> str:
 
 
 def by_transformers(model, sampling=None, batch_size=4):
-    return lambda template: TransformersGenerator(
-        model,
-        sampling or Sampling(max_new_tokens=20),
-        template.end_of_turn_ids(),
-        batch_size=batch_size,
-        dtype="float32",
+    return lambda _, stop_ids: TransformersGenerator(
+        model, sampling or Sampling(max_new_tokens=20), stop_ids, batch_size=batch_size, dtype="float32"
     )
 
 
@@ -73,14 +72,10 @@ SETTINGS = RegenerateSettings(max_seq_len=200, sampling=Sampling(max_new_tokens=
 
 
 def test_answers_are_the_targets_own_tokens_and_alone_supervised(model, tmp_path):
-    import torch
-    from transformers import AutoModelForCausalLM
-
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS), {"prompt": "Only a prompt"})
     report = regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
     assert (report.rows, report.conversations, report.answers, report.rejected) == (7, 7, 7, 0)
     assert set(report.finish_reasons) == {"stop", "length"}, "the tiny model should end some answers and not others"
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = byte_level_tokenizer("chatml")
     table = pq.read_table(tmp_path / "out" / "data-00000.parquet").to_pylist()
     for row, question in zip(table, [*QUESTIONS, "Only a prompt"], strict=True):
@@ -90,18 +85,63 @@ def test_answers_are_the_targets_own_tokens_and_alone_supervised(model, tmp_path
         start = row["loss_mask"].index(1)
         assert row["input_ids"][:start] == list(prompt)
         assert all(row["loss_mask"][start:])
-        answer = row["input_ids"][start:]
-        # Independent of generate(): each token is the argmax of a plain forward pass over all before it.
-        with torch.inference_mode():
-            logits = target(torch.tensor([row["input_ids"]])).logits[0]
-        assert logits[start - 1 : -1].argmax(-1).tolist() == answer
-        ends = answer[-1] == tokenizer.eos_token_id
+        ends = row["input_ids"][-1] == tokenizer.eos_token_id
         assert row["finish_reason"] == ("stop" if ends else "length")
         assert row["truncated"] == (not ends)
-        assert tokenizer.eos_token_id not in answer[:-1]
+        assert tokenizer.eos_token_id not in row["input_ids"][start:-1]
+    assert_argmax(model, table)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["counts"]["answers_unfinished"] == report.finish_reasons["length"]
     assert manifest["regeneration"]["engine"]["name"] == "transformers"
+
+
+def assert_argmax(model, table) -> None:
+    """Independent of generate(): each supervised token is the argmax of a plain forward pass over all before it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for row in table:
+        start = row["loss_mask"].index(1)
+        with torch.inference_mode():
+            logits = target(torch.tensor([row["input_ids"]])).logits[0]
+        assert logits[start - 1 : -1].argmax(-1).tolist() == row["input_ids"][start:]
+
+
+#: Everything by which a generation config can move a token or an end.
+MEDDLING = {
+    "do_sample": True, "temperature": 1.7, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.8,
+    "no_repeat_ngram_size": 2, "encoder_repetition_penalty": 1.3, "min_new_tokens": 12, "num_beams": 3, "num_return_sequences": 2,
+    "bad_words_ids": [[40], [50]], "suppress_tokens": [41, 42], "begin_suppress_tokens": [43], "forced_eos_token_id": 7,
+    "sequence_bias": [[[60], 9.0]], "exponential_decay_length_penalty": [2, 1.5], "guidance_scale": 2.0, "max_length": 9,
+    "prompt_lookup_num_tokens": 3, "stop_strings": ["a", "e"], "max_time": 0.001, "watermarking_config": {"bias": 9.0},
+}  # fmt: skip
+
+
+def test_greedy_is_the_argmax_whatever_the_generation_config_says(model, tmp_path):
+    """Qwen2.5 ships a repetition penalty: an answer under it is not what a draft has to guess."""
+    folder = tmp_path / "meddling"
+    shutil.copytree(model, folder)
+    own = json.loads((folder / "generation_config.json").read_text())
+    other_end = 65
+    ends = [own["eos_token_id"], other_end]
+    (folder / "generation_config.json").write_text(json.dumps(own | MEDDLING | {"eos_token_id": ends}))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(
+        "def generate(model, **_):\n    raise SystemExit('asked')\n"
+    )
+    data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
+    regenerate(
+        data, str(folder), tmp_path / "out",
+        lambda _, stop: TransformersGenerator(str(folder), SETTINGS.sampling, stop, dtype="float32", trust_remote_code=True),
+        settings=SETTINGS,
+    )  # fmt: skip
+    table = pq.read_table(tmp_path / "out" / "data-00000.parquet").to_pylist()
+    assert_argmax(model, table)
+    for row in table:  # its ends are the target's all the same
+        answer = row["input_ids"][row["loss_mask"].index(1) :]
+        assert (answer[-1] in ends) == (row["finish_reason"] == "stop") == (len(answer) < 20 or answer[-1] in ends)
+        assert not set(ends) & set(answer[:-1])
 
 
 def test_later_turns_see_the_generated_answers(model, tmp_path):
@@ -143,8 +183,8 @@ def test_stopped_and_resumed_gives_the_same_dataset(model, tmp_path):
                 raise EngineError("the machine went away")
             return super().answer(prompts, limits, salt)
 
-    def failing(template):
-        return Failing(model, SETTINGS.sampling, template.end_of_turn_ids(), dtype="float32")
+    def failing(_, stop_ids):
+        return Failing(model, SETTINGS.sampling, stop_ids, dtype="float32")
 
     with pytest.raises(EngineError):
         regenerate(data, model, tmp_path / "out", failing, settings=SETTINGS, window=2)
@@ -209,7 +249,7 @@ def test_sampling_is_reproducible_and_differs_from_greedy(model, tmp_path):
     settings = RegenerateSettings(max_seq_len=200, sampling=drawn)
     for name in ("a", "b"):
         regenerate(data, model, tmp_path / name, by_transformers(model, drawn), settings=settings)
-    regenerate(data, model, tmp_path / "greedy", settings=SETTINGS)
+    regenerate(data, model, tmp_path / "greedy", by_transformers(model), settings=SETTINGS)
     assert open_dataset(tmp_path / "a").hash == open_dataset(tmp_path / "b").hash
     assert open_dataset(tmp_path / "a").hash != open_dataset(tmp_path / "greedy").hash
 
@@ -226,10 +266,10 @@ def test_turns_share_a_sample_only_where_their_tokens_continue():
     ]
 
 
-def test_ended():
-    assert ended([5, 6, 2, 7, 7], [2], 10) == Answer([5, 6, 2], "stop")
-    assert ended([5, 6, 7], [2], 3) == Answer([5, 6, 7], "length")
-    assert ended([5, 6, 2], [2], 2) == Answer([5, 6], "length")
+def test_answers_are_cut_behind_their_end():
+    assert cut([5, 6, 2, 7, 7], [2], 10) == Answer([5, 6, 2], "stop")
+    assert cut([5, 6, 7], [2], 3) == Answer([5, 6, 7], "length")
+    assert cut([5, 6, 2], [2], 2) == Answer([5, 6], "length")
 
 
 def test_reasoning_of_an_answer_is_told_from_its_text():
@@ -270,12 +310,23 @@ def test_end_of_turn_ids_hold_the_templates_own():
 
 
 class Server:
-    """A small HTTP server with /v1/models and /v1/completions, answering with a real (tiny) model; can be told to misbehave."""
+    """A small HTTP server with /v1/models and /v1/completions that answers with a (tiny) model, greedily under a repetition penalty.
 
-    def __init__(self, generator: TransformersGenerator, misbehave=(), style=None):
+    default_penalty: taken where the request names none, as servers take it from generation_config.json. obeys: whether the request's
+    counts at all. faults: what the next requests get, None for an answer. style: the form of the tokens, None for ids.
+    """
+
+    def __init__(
+        self, model, faults=(), style=None, *, default_penalty=1.0, obeys=True, logprobs=True, most_tokens=10**6
+    ):
+        import torch
+        from transformers import AutoModelForCausalLM
+
         self.requests: list[dict] = []
-        self.style, self.tokenizer, self.stop = style, byte_level_tokenizer("chatml"), generator.stop_ids
-        faults, lock = list(misbehave), threading.Lock()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.style, self.tokenizer = style, byte_level_tokenizer("chatml")
+        self.penalty, self.obeys, self.logprobs, self.most_tokens = default_penalty, obeys, logprobs, most_tokens
+        faults, lock = list(faults), threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -287,19 +338,17 @@ class Server:
                 with lock:
                     outer.requests.append(body)
                     fault = faults.pop(0) if faults else None
-                    [answer] = generator.answer([body["prompt"]], [body["max_tokens"]], 0)
+                    choice = outer.choice(body)
                 if isinstance(fault, int):
                     return self.reply(fault, {"error": "as told"})
-                choice = {"finish_reason": answer.finish_reason, "text": "", "token_ids": answer.token_ids}
-                if fault == "no ids" or outer.style:
-                    del choice["token_ids"]
-                if outer.style and body.get("logprobs"):
-                    choice["logprobs"] = outer.as_logprobs(answer)
+                if fault == "no ids":
+                    choice = {"text": "", "finish_reason": choice["finish_reason"]}
                 return self.reply(200, {"choices": [choice]})
 
             def reply(self, code, body):
                 data = json.dumps(body).encode()
                 self.send_response(code)
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -310,14 +359,46 @@ class Server:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def as_logprobs(self, answer):
-        """The answer as other servers show it: token by token, without the token at which they stopped."""
-        shown = [token for token in answer.token_ids if token not in self.stop]
-        if self.style == "token ids as text":
-            return {"tokens": [f"token_id:{token}" for token in shown]}
-        if self.style == "ids":
-            return {"content": [{"token": "", "id": token} for token in shown]}
-        return {"content": [{"token": "?", "bytes": list(bytes_of(self.tokenizer, token))} for token in shown]}
+    def choice(self, body):
+        import torch
+
+        penalty = body.get("repetition_penalty", self.penalty) if self.obeys else self.penalty
+        ids, steps, reason = list(body["prompt"]), [], "length"
+        for _ in range(min(body["max_tokens"], self.most_tokens)):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids])).logits[0, -1]
+            raw, seen = logits.log_softmax(-1), torch.tensor(sorted(set(ids)))
+            logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+            token, best = int(logits.argmax()), int(raw.argmax())
+            steps.append((token, float(raw[token]), best, float(raw[best])))
+            ids.append(token)
+            if token in body["stop_token_ids"]:
+                reason = "stop"
+                break
+        found = {"index": 0, "text": "", "finish_reason": reason}
+        if self.style is None:
+            found["token_ids"] = [token for token, *_ in steps]
+        elif reason == "stop":  # these servers keep the token to themselves at which they stopped
+            steps.pop()
+        if self.logprobs and body.get("logprobs"):
+            found["logprobs"] = self.as_logprobs(steps)
+        return found
+
+    def as_logprobs(self, steps):
+        """A choice's log-probabilities, in the forms that servers give them."""
+        if self.style in (None, "token ids as text"):
+            return {
+                "tokens": [f"token_id:{token}" for token, *_ in steps],
+                "token_logprobs": [own for _, own, _, _ in steps],
+                "top_logprobs": [
+                    {f"token_id:{token}": own, f"token_id:{best}": top} for token, own, best, top in steps
+                ],
+            }
+        entries = []
+        for token, own, _, top in steps:
+            name = {"id": token} if self.style == "ids" else {"bytes": list(bytes_of(self.tokenizer, token))}
+            entries.append({"token": "?", **name, "logprob": own, "top_logprobs": [{"token": "?", "logprob": top}]})
+        return {"content": entries}
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -328,9 +409,9 @@ class Server:
         self.server.server_close()
 
 
-def by_endpoint(url):
-    return lambda template: EndpointGenerator(
-        url, None, SETTINGS.sampling, template.end_of_turn_ids(), token_of_bytes=token_lookup(template.tokenizer),
+def by_endpoint(url, sampling=SETTINGS.sampling):
+    return lambda template, stop_ids: EndpointGenerator(
+        url, None, sampling, stop_ids, token_of_bytes=token_lookup(template.tokenizer),
         end_id=template.end_of_turn_id(), concurrency=3, attempts=3,
     )  # fmt: skip
 
@@ -339,8 +420,7 @@ def by_endpoint(url):
 def test_an_endpoint_that_names_tokens_in_its_log_probabilities(model, tmp_path, style):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     regenerate(data, model, tmp_path / "direct", by_transformers(model), settings=SETTINGS)
-    stop = ChatTemplate(byte_level_tokenizer("chatml")).end_of_turn_ids()
-    with Server(TransformersGenerator(model, SETTINGS.sampling, stop, dtype="float32"), style=style) as server:
+    with Server(model, style=style) as server:
         report = regenerate(data, model, tmp_path / "served", by_endpoint(server.url), settings=SETTINGS)
     assert report.rejected == 0
     assert sorted(open_dataset(tmp_path / "served").ids) == sorted(open_dataset(tmp_path / "direct").ids)
@@ -357,37 +437,56 @@ def test_every_token_is_found_by_its_bytes_or_not_at_all(make):
     assert look_up(b"no such token") is None
 
 
-def test_an_endpoint_gives_the_same_dataset(model, tmp_path):
+def test_an_endpoint_gives_the_same_dataset_whatever_its_defaults(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q, "And then?") for q in QUESTIONS))
     regenerate(data, model, tmp_path / "direct", by_transformers(model), settings=SETTINGS)
-    stop = ChatTemplate(byte_level_tokenizer("chatml")).end_of_turn_ids()
-    with Server(
-        TransformersGenerator(model, SETTINGS.sampling, stop, dtype="float32"), misbehave=[None, 500, None, 503]
-    ) as server:
+    with Server(model, [None, None, 500, None, 503], default_penalty=1.8) as server:
         report = regenerate(data, model, tmp_path / "served", by_endpoint(server.url), settings=SETTINGS)
         assert report.rejected == 0
-        assert all(request["return_token_ids"] and request["model"] == "tiny" for request in server.requests)
-        assert len(server.requests) == report.answers + 2  # two were repeated
+        for request in server.requests:
+            assert NEUTRAL.items() <= request.items()
+            assert (request["model"], request["temperature"], request["top_p"]) == ("tiny", 0.0, 1.0)
+        assert len(server.requests) == report.answers + 3  # the first shows what the server does, two were repeated
     assert sorted(open_dataset(tmp_path / "served").ids) == sorted(open_dataset(tmp_path / "direct").ids)
 
 
-def test_an_endpoint_that_refuses_one_prompt_or_gives_no_ids(model, tmp_path):
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        ({"faults": [400]}, "refuses what it must be asked"),  # a parameter is unknown to it
+        ({"default_penalty": 1.8, "obeys": False}, "is not the most likely one"),
+        ({"logprobs": False}, "nothing shows that its greedy answers are the argmax"),
+        ({"faults": ["no ids"] * 9}, "neither token ids nor log"),
+        ({"faults": [404]}, "answers 404"),
+        ({"faults": [500] * 3}, "failed 3 times: 500"),
+        ({"most_tokens": 9}, "cut an answer at 9 tokens where 20 were asked for"),
+    ],
+)
+def test_a_server_that_does_not_do_what_it_is_asked_is_refused(model, tmp_path, server, error):
+    data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
+    with Server(model, **server) as one, pytest.raises(EngineError, match=error):
+        regenerate(data, model, tmp_path / "out", by_endpoint(one.url), settings=SETTINGS)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_prompt_that_the_server_refuses_is_that_rows(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("Hi"), asked("Hello"), asked("Yes?"))
-    stop = ChatTemplate(byte_level_tokenizer("chatml")).end_of_turn_ids()
-    generator = TransformersGenerator(model, SETTINGS.sampling, stop, dtype="float32")
-    with Server(generator, misbehave=[400]) as server:
+    with Server(model, [None, 400]) as server:
         report = regenerate(data, model, tmp_path / "a", by_endpoint(server.url), settings=SETTINGS)
-        assert (report.conversations, report.rejected) == (2, 1)
-        assert "400" in (tmp_path / "a" / "rejected.jsonl").read_text()
-    with (
-        Server(generator, misbehave=["no ids"] * 9) as server,
-        pytest.raises(EngineError, match="neither token ids nor log"),
-    ):
-        regenerate(data, model, tmp_path / "b", by_endpoint(server.url), settings=SETTINGS)
-    with Server(generator, misbehave=[404] * 3) as server, pytest.raises(EngineError, match="404"):
-        regenerate(data, model, tmp_path / "c", by_endpoint(server.url), settings=SETTINGS)
+    assert (report.conversations, report.rejected) == (2, 1)
+    assert "400" in (tmp_path / "a" / "rejected.jsonl").read_text()
     with pytest.raises(EngineError, match="failed 3 times"):
         regenerate(data, model, tmp_path / "d", by_endpoint("http://127.0.0.1:9"), settings=SETTINGS)
+
+
+def test_a_server_that_samples_needs_no_log_probabilities(model, tmp_path):
+    data = write(tmp_path / "a.jsonl", asked("Hi"))
+    drawn = Sampling(max_new_tokens=20, temperature=1.0, top_p=0.9, seed=5)
+    with Server(model, logprobs=False) as server:
+        settings = RegenerateSettings(max_seq_len=200, sampling=drawn)
+        assert regenerate(data, model, tmp_path / "a", by_endpoint(server.url, drawn), settings=settings).answers == 1
+    assert [request["seed"] for request in server.requests] == [5, 5]
+    assert all("logprobs" not in request and request["top_p"] == 0.9 for request in server.requests)
 
 
 def test_nothing_answered_is_an_error(model, tmp_path):

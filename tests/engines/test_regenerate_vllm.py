@@ -17,10 +17,9 @@ import pytest
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.smollm2]
 
-MODEL = "smollm2"
 TESTS = Path(__file__).parents[1]
 QUESTIONS = ["Answer with one word: what is the capital of France?", "Say hello.", "Write a long story about a fox."]
-COMMON = ["--model-path", MODEL, "--max-new-tokens", "24", "--max-seq-len", "256"]
+COMMON = ["--max-new-tokens", "24", "--max-seq-len", "256"]
 
 
 def environment() -> dict[str, str]:
@@ -32,7 +31,23 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def regenerated(folder: Path, data: Path, *flags: str) -> list[dict]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """The embedded model with a generation config that servers obey where a request leaves something open."""
+    from eyas.target.embedded import embedded_model
+
+    folder = tmp_path_factory.mktemp("model")
+    for file in embedded_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = folder / "generation_config.json"
+    own = json.loads(config.read_text())
+    config.unlink()
+    penalties = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    config.write_text(json.dumps(own | penalties | {"do_sample": True, "temperature": 0.9, "top_k": 5, "min_p": 0.3}))
+    return folder
+
+
+def regenerated(folder: Path, data: Path, model: Path, *flags: str) -> list[dict]:
     """The lines of answers.jsonl that a real `eyas regenerate` made."""
     command = [
         sys.executable,
@@ -41,6 +56,8 @@ def regenerated(folder: Path, data: Path, *flags: str) -> list[dict]:
         "regenerate",
         "--data",
         str(data),
+        "--model-path",
+        str(model),
         "--output-dir",
         str(folder),
         *COMMON,
@@ -85,8 +102,8 @@ def data(tmp_path) -> Path:
     return path
 
 
-def test_the_vllm_engine(data, tmp_path):
-    lines = regenerated(tmp_path / "out", data, "--engine", "vllm")
+def test_the_vllm_engine(data, model, tmp_path):
+    lines = regenerated(tmp_path / "out", data, model, "--engine", "vllm")
     assert sorted(len(line["turns"]) for line in lines)[0] == 1
     check(lines)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["regeneration"]["engine"]["name"] == "vllm"
@@ -98,12 +115,10 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def test_a_real_server(data, tmp_path):
-    from eyas.target.embedded import embedded_model
-
+def test_a_real_server(data, model, tmp_path):
     port = free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(embedded_model()), "--served-model-name", "target", "--port", str(port),
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "target", "--port", str(port),
         "--host", "127.0.0.1", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8",
     ]  # fmt: skip
     with open(tmp_path / "server.log", "wb") as log:
@@ -118,7 +133,7 @@ def test_a_real_server(data, tmp_path):
                     break
             except OSError:
                 time.sleep(1)
-        lines = regenerated(tmp_path / "out", data, "--endpoint", f"http://127.0.0.1:{port}/v1")
+        lines = regenerated(tmp_path / "out", data, model, "--endpoint", f"http://127.0.0.1:{port}/v1")
         check(lines)
     finally:
         for how in (signal.SIGINT, signal.SIGKILL):

@@ -185,17 +185,18 @@ def regenerate(
 ) -> None:
     """Let the target answer the prompts itself: its answers, token by token as generated, become the dataset."""
     from eyas.data.chat_template import ChatTemplate
-    from eyas.data.generators import EndpointGenerator, Generator, Sampling, TransformersGenerator, VllmGenerator
+    from eyas.data.generators import Generator, Sampling
     from eyas.data.regeneration import RegenerateReport, RegenerateSettings
     from eyas.data.regeneration import regenerate as run
+    from eyas.engines.endpoint import EndpointGenerator
+    from eyas.engines.generation import TransformersGenerator, VllmGenerator
     from eyas.runs.run import report_progress
     from eyas.target.tokenizer import token_lookup
     from eyas.views.dataset_view import print_regenerated
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
 
-    def generator(template: ChatTemplate) -> Generator:
-        stop = template.end_of_turn_ids()
+    def generator(template: ChatTemplate, stop: list[int]) -> Generator:
         if endpoint:
             return EndpointGenerator(
                 endpoint,

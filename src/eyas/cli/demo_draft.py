@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import StoreError
-from eyas.data.generators import Sampling, TransformersGenerator
+from eyas.data.generators import Sampling
 from eyas.data.regeneration import RegenerateSettings, regenerate
+from eyas.engines.generation import TransformersGenerator
 from eyas.evaluation.acceptance import evaluate
 from eyas.evaluation.statistics import interval_text
 from eyas.extraction.bulk import extract
@@ -74,9 +75,7 @@ def narrow_domain_draft(
         PROBLEMS,
         EMBEDDED_NAME,
         folder / "answers",
-        lambda template: TransformersGenerator(
-            EMBEDDED_NAME, sampling, template.end_of_turn_ids(), batch_size=32, dtype="bfloat16"
-        ),
+        lambda _, stop_ids: TransformersGenerator(EMBEDDED_NAME, sampling, stop_ids, batch_size=32, dtype="bfloat16"),
         settings=RegenerateSettings(sampling=sampling),
         limit=problems,
     )

@@ -31,10 +31,10 @@ from eyas.base.manifest import MANIFEST, differing_fields, write_json
 from eyas.data.chat_template import ChatTemplate, MaskError, MaskSettings
 from eyas.data.conversations import Conversation, DataSource, RawRow, RowError, check_columns, parse_row, read_rows
 from eyas.data.dataset import DatasetWriter, Sample
-from eyas.data.generators import Answer, Generator, Sampling, TransformersGenerator
+from eyas.data.generators import Answer, Generator, Sampling
 from eyas.data.preparation import PACKAGED, REJECTED, packaged
 from eyas.data.rows import is_heldout, split_key
-from eyas.target.tokenizer import describe_shape, describe_tokenizer, load_tokenizer
+from eyas.target.tokenizer import describe_shape, describe_tokenizer, load_tokenizer, stop_ids
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def regenerate(
     data: str | Path | Sequence[str | Path],
     model_path: str,
     output_dir: str | Path,
-    generator: Callable[[ChatTemplate], Generator] | None = None,
+    generator: Callable[[ChatTemplate, list[int]], Generator],
     *,
     settings: RegenerateSettings | None = None,
     columns: Mapping[str, str] | None = None,
@@ -205,7 +205,7 @@ def regenerate(
     """Answer the prompts of chat data with the target itself and write the dataset.
 
     Args:
-        generator: makes the one who answers, once the template is known (see `generators.py`); None = transformers, here.
+        generator: makes the one who answers, from the template and the tokens that end a turn (see `eyas.engines.generation`).
         window: conversations that are answered together; their turns go on in step. The rest as in `eyas.prepare`.
         seconds: begin no further window after so long (one is always answered); the dataset is made of what has been answered, and the same call goes on from there.
 
@@ -245,11 +245,7 @@ def regenerate(
                         report.out_of_time = True
                         break
                     if answerer is None:
-                        answerer = (
-                            generator(template)
-                            if generator
-                            else _default_generator(model_path, settings, template, trust_remote_code)
-                        )
+                        answerer = generator(template, sorted({*template.end_of_turn_ids(), *stop_ids(model_path)}))
                         write_json(folder / RUN, described | {"engine": answerer.description})
                     for one in _answered(batch, answerer, template, settings, number, report):
                         if one.problem is not None:
@@ -279,13 +275,6 @@ def regenerate(
         _write_dataset(folder, described, engine, report, model_path, trust_remote_code)
         report.seconds = time.monotonic() - started
         return report
-
-
-def _default_generator(
-    model_path: str, settings: RegenerateSettings, template: ChatTemplate, trust_remote_code: bool
-) -> Generator:
-    stop = template.end_of_turn_ids()
-    return TransformersGenerator(model_path, settings.sampling, stop, trust_remote_code=trust_remote_code)
 
 
 def _resume(folder: Path, described: dict[str, Any]) -> list[str]:

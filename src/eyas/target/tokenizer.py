@@ -29,8 +29,8 @@ def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
-    """Texts of the tokens at which the target's generation config stops; empty where it has none."""
+def stop_ids(model_path: str) -> list[int]:
+    """The tokens at which the target's generation config stops; empty where it has none."""
     from transformers import GenerationConfig
 
     from eyas.target.embedded import EMBEDDED_NAME, embedded_model
@@ -40,10 +40,12 @@ def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
         ids = GenerationConfig.from_pretrained(place).eos_token_id
     except (OSError, ValueError):
         return []
-    known = len(tokenizer)
-    return [
-        str(tokenizer.decode([i])) for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i < known
-    ]
+    return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+
+
+def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
+    """Their texts, as far as the tokenizer has them."""
+    return [str(tokenizer.decode([i])) for i in stop_ids(model_path) if i < len(tokenizer)]
 
 
 def token_lookup(tokenizer: Any) -> Callable[[bytes], int | None]:
