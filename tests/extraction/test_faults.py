@@ -39,7 +39,8 @@ from eyas.data.rows import PrepareSettings
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
 from eyas.engines.vllm.engine import VllmEngine, VllmSettings
 from eyas.engines.vllm.start import engine_arguments
-from eyas.gates.parity import judge_final
+from eyas.gates.evidence import judge_final
+from eyas.gates.parity import check_parity
 from eyas.runs import run as runs
 from eyas.runs.loglines import Wanted, first_causes, read_lines
 from eyas.runs.processes import processes_of_run
@@ -97,7 +98,7 @@ def assert_capture_stops(vllm: VllmEngine, planting: str, fault: int, folder: Pa
 def assert_parity_fails(vllm: VllmEngine, planting: str, fault: int) -> None:
     """Gate 4 finds it, before bulk."""
     with planted(vllm, planting), pytest.raises(ParityError, match=names(fault)):
-        vllm.parity(random_samples([31, 25], seed=len(planting)))  # no full cache block
+        check_parity(vllm, random_samples([31, 25], seed=len(planting)))  # no full cache block
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_nothing_planted_vllm_is_right(vllm: VllmEngine, vllm_model: Callable[[s
         assert list(read.hidden) == [4, 2, 6]
     worst = worst_error(states, reference_states(vllm_model("llama"), samples, LAYERS))
     assert max(worst.values()) < 1e-5, worst
-    report = vllm.parity(random_samples([31, 20, 1], seed=6))
+    report = check_parity(vllm, random_samples([31, 20, 1], seed=6))
     assert report["passed"]
     assert report["top1_agreement"] > 0.999
     assert max(report["relative_l2"].values()) < 1e-5
@@ -137,7 +138,7 @@ def test_nothing_planted_vllm_is_right(vllm: VllmEngine, vllm_model: Callable[[s
 
 
 def test_nothing_planted_transformers_passes_parity(engine: TransformersEngine, samples: list[Sample]) -> None:
-    assert engine.parity(samples)["passed"]
+    assert check_parity(engine, samples)["passed"]
 
 
 # --- F1: indexed once too often, rows where layers should be ---------------------------------------------------------
@@ -154,7 +155,7 @@ def test_f1_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
     with pytest.raises(
         ContractError, match=r"layer 2: the residual stream should be \[1, 66, 32\], it is \[32\].*F1\b"
     ):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F2: states of another request -----------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_f2_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
 
     plant(engine, swap)
     with pytest.raises(ParityError, match=names(2)):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F3: fewer states than tokens ------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_f3_vllm_preempted_requests_are_captured_once_and_whole(
 def test_f3_transformers(engine: TransformersEngine, samples: list[Sample]) -> None:
     plant(engine, lambda i, stream, lengths: (stream[4:], [lengths[0] - 4, *lengths[1:]]))
     with pytest.raises(ParityError, match=r"has shape .*F3\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F4: all-zero states ---------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ def test_f5_transformers(engine: TransformersEngine, samples: list[Sample], wron
 
     engine.forward_captured = forward
     with pytest.raises(ParityError, match=rf"layer {wrong} is nearest to the reference's layer {given}.*F5\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F6: the target state after the final norm, or used without it ---------------------------------------------------
@@ -289,7 +290,7 @@ def test_f6_vllm(vllm: VllmEngine) -> None:
 def test_f6_transformers(engine: TransformersEngine, samples: list[Sample]) -> None:
     plant(engine, lambda i, s, n: (engine.decoder.norm.forward(s) if i == 4 else s, n))
     with pytest.raises(ParityError, match=r"already normed.*F6\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
     final = torch.randn(5, 32)
     normed = engine.decoder.norm(final)
     assert judge_final(final, normed, engine, 1e-4, "x")["norm_error"] < 1e-5
@@ -314,13 +315,13 @@ def test_f7_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
 
     plant(engine, lose)
     with pytest.raises(ParityError, match=r"(?s)layer 4 \(final\).*F7\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 def test_f7_transformers_or_the_wrong_kind_of_norm(engine: TransformersEngine, samples: list[Sample]) -> None:
     engine.info = replace(engine.info, final_norm={"kind": "rms_1p", "eps": 1e-6})
     with pytest.raises(ParityError, match=r"(?s)rms_1p norm.*F7\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F8: the last layer is dropped -----------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ def test_f8_vllm(vllm: VllmEngine, tmp_path: Path) -> None:
 def test_f8_transformers(engine: TransformersEngine, samples: list[Sample]) -> None:
     engine.hooks._handles[-1].remove()
     with pytest.raises(ContractError, match=r"states of layers \[0, 2, 3\], \[0, 2, 3, 4\] were asked for .*F8\b"):
-        engine.parity(samples)
+        check_parity(engine, samples)
 
 
 # --- F9: NaN or Inf in a few samples ---------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment
 
+from eyas.base.check import Check
 from eyas.cli.doctor import check_target
 from eyas.gates import machine
-from eyas.gates.preflight import Check
 
 
 def tool(folder: Path, name: str, script: str) -> Path:

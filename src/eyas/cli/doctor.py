@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from eyas.base.check import Check
 from eyas.base.errors import EyasError
-from eyas.gates.preflight import Check
 
 
 def diagnose(

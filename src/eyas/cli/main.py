@@ -20,8 +20,8 @@ from eyas.cli import train as cli_train
 from eyas.cli.config_file import expand_config
 
 if TYPE_CHECKING:
+    from eyas.base.check import Check
     from eyas.engines.base import Progress
-    from eyas.gates.preflight import Check
 
 EPILOG = "Any command takes --config FILE.yaml: flags without their dashes, and values; what is typed wins."
 

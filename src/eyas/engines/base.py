@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from eyas.base.check import Check
 from eyas.data.dataset import Sample
-from eyas.gates.preflight import Check
 from eyas.store.states import StoreSpec
 
 
@@ -53,13 +53,6 @@ class Engine(Protocol):
 
     def load(self, layer_ids: Sequence[int]) -> None:
         """Load the model and make ready to capture these ids. Raises EngineError."""
-        ...
-
-    def parity(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Gate 4 on the loaded model, through the same capture path as `capture`. Returns the report for the manifest.
-
-        Raises ParityError naming layer, position and figures.
-        """
         ...
 
     def capture(

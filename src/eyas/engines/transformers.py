@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from eyas.base.check import Check
 from eyas.base.errors import ContractError, EngineError, EyasError, InputError
 from eyas.data.dataset import Sample
 from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
 from eyas.extraction.batches import replica_name
-from eyas.gates.preflight import Check, check_memory
 from eyas.store.checksums import row_sums
 from eyas.store.states import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
-from eyas.target.model_files import LOADING, ModelInfo
+from eyas.target.model_files import LOADING, ModelInfo, human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +148,6 @@ class Capture:
 
 def sensible_threads() -> int:
     """CPU threads that are really free: with one busy neighbour, two threads on two cores run three times slower than one."""
-    import psutil
-
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, min(int(os.environ["OMP_NUM_THREADS"]), available))
@@ -238,11 +237,6 @@ class TransformersEngine:
             )
         return output.last_hidden_state[0]
 
-    def parity(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        from eyas.gates.parity import check_parity
-
-        return check_parity(self, samples)
-
     def capture(
         self,
         batches: Iterable[Sequence[Sample]],
@@ -331,6 +325,23 @@ class TransformersEngine:
             self.model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def check_memory(info: ModelInfo, dtype: str, device: str) -> Check:
+    """Memory for the weights, where one process holds them all (engine `transformers`)."""
+    stored = DTYPES[info.dtype].itemsize
+    need = int(info.weight_bytes * (1 if info.quantization else DTYPES[dtype].itemsize / stored))
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(torch.device(device))
+        finding = f"{human_bytes(need)} of weights, {human_bytes(free)} of {human_bytes(total)} free on {torch.cuda.get_device_name(device)}"
+        hint = "another process holds the GPU, or the model is too large: --engine vllm --tp-size N"
+    else:
+        free = psutil.virtual_memory().available
+        finding = f"{human_bytes(need)} of weights as {dtype}, {human_bytes(free)} of memory available"
+        hint = "use --dtype bfloat16, a machine with more memory, or --engine vllm on GPUs"
+    if need > 0.95 * free:
+        return Check("memory", "FAIL", finding, hint)
+    return Check("memory", "WARN" if need > 0.7 * free else "OK", finding, hint if need > 0.7 * free else "")
 
 
 def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from eyas.base.check import Check
 from eyas.base.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError, StoreError
 from eyas.base.locks import closing_time, lock_folder
 from eyas.base.manifest import MANIFEST, now, refuse_foreign_folder, writing_to
@@ -28,7 +29,7 @@ from eyas.data.dataset import TokenDataset, open_dataset
 from eyas.engines.base import Engine, Progress
 from eyas.extraction.batches import in_share, pick_parity_samples, plan_batches, read_batches, replica_name
 from eyas.gates import machine, preflight
-from eyas.gates.preflight import Check
+from eyas.gates.parity import check_parity
 from eyas.store.states import (
     LEDGER,
     STORE_DTYPES,
@@ -441,7 +442,7 @@ def _run(
             job.spec = replace(job.spec, engine=engine.description)
             say("parity")
             chosen = pick_parity_samples(dataset.lengths, job.batches, settings.parity_samples)
-            parity = engine.parity(next(read_batches(dataset, [chosen], job.info.vocab_size)))
+            parity = check_parity(engine, next(read_batches(dataset, [chosen], job.info.vocab_size)))
             with closing_time(folder):
                 write_store_manifest(folder, job.spec, "open", parity=parity)
             say(f"extracting {len(new)} samples, {new_tokens} tokens")

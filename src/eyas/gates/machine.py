@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from eyas.base.check import Check
 from eyas.base.manifest import package_version
-from eyas.gates.preflight import Check
 from eyas.runs.processes import SHM, command_of, environment_of, gpu_uses, nvidia_query
 from eyas.target.model_files import free_bytes, human_bytes
 

@@ -7,29 +7,14 @@ computed even when an earlier one failed, so that one look shows all that is wro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import psutil
-
-from eyas.base.errors import PreflightError
+from eyas.base.check import Check
+from eyas.base.errors import InputError, PreflightError
 from eyas.base.manifest import package_version
 from eyas.data.dataset import TokenDataset
-from eyas.store.states import DTYPES, StoreSpec
+from eyas.store.states import StoreSpec
 from eyas.target.model_files import ModelInfo, free_bytes, human_bytes
-
-Status = Literal["OK", "WARN", "FAIL"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row of the preflight table."""
-
-    name: str
-    status: Status
-    finding: str
-    remedy: str = ""
 
 
 def check_model(info: ModelInfo) -> Check:
@@ -77,7 +62,6 @@ def check_lengths(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> l
 
 def check_tokenizer(dataset: TokenDataset, info: ModelInfo, trust_remote_code: bool) -> Check:
     """The vocabulary that made the dataset against the target's own: the same ids must mean the same tokens."""
-    from eyas.base.errors import InputError
     from eyas.target.tokenizer import load_tokenizer, vocabulary_hash
 
     made_with = (dataset.manifest or {}).get("tokenizer")
@@ -113,25 +97,6 @@ def check_disk(folder: Path, spec: StoreSpec, tokens: int) -> Check:
     return Check(
         "disk", "WARN" if need > 0.9 * free else "OK", finding, "little will be left" if need > 0.9 * free else ""
     )
-
-
-def check_memory(info: ModelInfo, dtype: str, device: str) -> Check:
-    """Memory for the weights, where one process holds them all (engine `transformers`)."""
-    stored = DTYPES[info.dtype].itemsize
-    need = int(info.weight_bytes * (1 if info.quantization else DTYPES[dtype].itemsize / stored))
-    if device.startswith("cuda"):
-        import torch
-
-        free, total = torch.cuda.mem_get_info(torch.device(device))
-        finding = f"{human_bytes(need)} of weights, {human_bytes(free)} of {human_bytes(total)} free on {torch.cuda.get_device_name(device)}"
-        hint = "another process holds the GPU, or the model is too large: --engine vllm --tp-size N"
-    else:
-        free = psutil.virtual_memory().available
-        finding = f"{human_bytes(need)} of weights as {dtype}, {human_bytes(free)} of memory available"
-        hint = "use --dtype bfloat16, a machine with more memory, or --engine vllm on GPUs"
-    if need > 0.95 * free:
-        return Check("memory", "FAIL", finding, hint)
-    return Check("memory", "WARN" if need > 0.7 * free else "OK", finding, hint if need > 0.7 * free else "")
 
 
 def check_leftovers(folder: Path) -> Check:

@@ -246,7 +246,7 @@ def _recompute(
     info: the target, None for the one that the manifest names.
     """
     from eyas.engines.transformers import TransformersEngine, TransformersSettings
-    from eyas.gates.parity import judge_parity
+    from eyas.gates.evidence import judge_parity
 
     if info is None:
         name = manifest["model"]["id"]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from eyas.base.errors import EngineError, ParityError
 from eyas.data.dataset import Sample
-from eyas.gates.parity import relative_l2
+from eyas.gates.evidence import relative_l2
 from eyas.store.states import StoreSpec, open_states, write_store_manifest
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def engine_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, An
 def _against_transformers(engine: VllmEngine, batched: States, ordered: Sequence[Sample]) -> dict[str, Any]:
     """The independent pass, on the CPU: the GPUs are the engine's."""
     from eyas.engines.transformers import TransformersEngine, TransformersSettings
-    from eyas.gates.parity import judge_parity
+    from eyas.gates.evidence import judge_parity
 
     own = engine.settings
     reference = TransformersEngine(

@@ -12,6 +12,7 @@ import torch
 from eyas.base.errors import InputError, StoreError
 from eyas.base.manifest import differing_fields
 from eyas.drafts.losses import loss_rows
+from eyas.gates.mark import read_mark
 from eyas.store.states import States
 from eyas.target.layers import default_aux_layers, describe_layer
 from eyas.target.model_files import ModelInfo
@@ -108,10 +109,9 @@ def check_store(
         StoreError: not verified, of another model (every differing field), or without `final` or an auxiliary layer.
     """
     manifest = states.manifest
-    verified = manifest.get("verified")
-    passed = verified.get("passed", verified.get("ok", True)) if isinstance(verified, dict) else bool(verified)
-    if not passed and not allow_unverified:
-        found = "\n  ".join(verified.get("problems") or ()) if isinstance(verified, dict) else ""
+    mark = read_mark(manifest)
+    if (mark is None or not mark.passed) and not allow_unverified:
+        found = "" if mark is None else "\n  ".join(mark.problems)
         raise StoreError(
             f"{states.path} has not passed `eyas verify`" + (f":\n  {found}" if found else ""),
             f"run `eyas verify {states.path}` first; nothing else tells wrong states from right ones",

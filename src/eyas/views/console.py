@@ -18,9 +18,9 @@ from eyas.target.layers import describe_layer
 from eyas.target.model_files import human_bytes
 
 if TYPE_CHECKING:
+    from eyas.base.check import Check
     from eyas.engines.base import Progress as BulkProgress
     from eyas.extraction.bulk import ExtractReport
-    from eyas.gates.preflight import Check
     from eyas.gates.verification import VerifyReport
 
 out = Console(highlight=False, soft_wrap=False)
@@ -221,12 +221,13 @@ def decode_pieces(model_id: str, token_ids: Sequence[int]) -> list[str] | None:
 def inspect_store(folder: Path, sample: int) -> None:
     """`eyas inspect STORE`: what it holds, norms per layer, and one sample's tokens with the mask in colour."""
     from eyas.base.errors import InputError
+    from eyas.gates.mark import read_mark
     from eyas.store.states import open_states
 
     states = open_states(folder, allow_open=True)
     m = states.manifest
     totals = m.get("totals") or {"samples": len(states), "tokens": int(states.lengths.sum()), "bytes": 0}
-    verified = m.get("verified")
+    mark = read_mark(m)
     N = m["model"]["num_layers"]
     show_rows(
         [
@@ -244,12 +245,7 @@ def inspect_store(folder: Path, sample: int) -> None:
             ),
             ("not written", str(totals.get("not_written", 0))),
             ("parity", parity_text(m.get("parity"))),
-            (
-                "verified",
-                "not yet: `eyas verify`"
-                if verified is None
-                else f"{'passed' if verified['passed'] else 'FAILED'}, {verified['time']}",
-            ),
+            ("verified", "not yet: `eyas verify`" if mark is None else mark.text),
         ]
     )
     norms: dict[int, dict[str, float]] = {}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base import errors
+from eyas.base.check import Check, Status
 from eyas.base.errors import EngineError, EyasError
 from eyas.data.dataset import Sample
 from eyas.engines.base import CaptureResult, Progress
@@ -41,7 +42,6 @@ from eyas.engines.vllm.start import (
     writer_settings,
 )
 from eyas.engines.vllm.stop import end_engine
-from eyas.gates.preflight import Check, Status
 from eyas.store.states import DTYPES, StoreSpec, read_shard_header
 from eyas.store.writer import ShardWriter, too_many_failed
 from eyas.target.model_files import human_bytes
@@ -341,12 +341,6 @@ class VllmEngine:
         for _ in self._run(samples, [], [], threading.Event()):
             pass
         return time.monotonic() - started
-
-    def parity(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Gate 4 inside the engine; see `engines/vllm_parity.py`."""
-        from eyas.gates.vllm_parity import engine_parity
-
-        return engine_parity(self, samples)
 
     def close(self) -> None:
         """End every process of the engine."""
