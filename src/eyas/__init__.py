@@ -20,7 +20,7 @@ _PUBLIC = {
     "train": "eyas.training.trainer",
     "evaluate": "eyas.evaluation.acceptance",
     "export": "eyas.exporting.folders",
-    "import_draft": "eyas.exporting.folders",
+    "import_draft": "eyas.exporting.foreign",
     "rehearse": "eyas.extraction.rehearsal",
 }
 

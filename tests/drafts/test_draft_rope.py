@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_draft import CONFIG, gradients_equal_the_reference, packed, random_draft, random_samples
+from tiny_drafts import CONFIG, gradients_equal_the_reference, packed, random_draft, random_samples
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -13,8 +13,8 @@ from eyas.base.errors import InputError
 from eyas.drafts.eagle3.decoding import DraftDecoder
 from eyas.drafts.eagle3.init import rope_of
 from eyas.drafts.eagle3.model import ROPE_KINDS, Draft
-from eyas.drafts.files import same_rope
 from eyas.exporting.folders import engine_config, speculators_config
+from eyas.exporting.foreign import same_rope
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1}

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from test_training import make_target, options, work  # noqa: F401  the fixture that makes target, data and store
+from training_work import make_target, options
 
 from eyas.base.errors import ContractError, InputError, StoreError
 from eyas.data.dataset import open_dataset
@@ -19,7 +19,7 @@ from eyas.views.acceptance_plot import plot
 
 
 @pytest.fixture(scope="module")
-def draft(work):  # noqa: F811
+def draft(work):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ def draft(work):  # noqa: F811
     return work / "eval-draft"
 
 
-def test_report_is_lossless_and_adds_up(work, draft, tmp_path):  # noqa: F811
+def test_report_is_lossless_and_adds_up(work, draft, tmp_path):
     report = evaluate(
         draft, str(work / "target"), [f"mine={work / 'data'}"], chain=3, max_new_tokens=16, limit=6, output=tmp_path
     )
@@ -64,13 +64,13 @@ def test_report_is_lossless_and_adds_up(work, draft, tmp_path):  # noqa: F811
     assert len(open_dataset(work / "data")) > 6
 
 
-def test_training_goes_on_in_a_folder_that_was_measured(work, draft):  # noqa: F811
+def test_training_goes_on_in_a_folder_that_was_measured(work, draft):
     evaluate(draft, str(work / "target"), [str(work / "data")], chain=2, max_new_tokens=4, limit=1, output=draft)
     assert (draft / "acceptance.svg").exists()
     assert train(**options(work, "eval-draft", steps=40, eval_every=40)).steps == 40
 
 
-def test_a_draft_of_another_target_is_refused(work, draft, tmp_path):  # noqa: F811
+def test_a_draft_of_another_target_is_refused(work, draft, tmp_path):
     another = make_target(tmp_path / "another", seed=4)
     with pytest.raises(StoreError, match="weights_hash"):
         evaluate(draft, str(another), [str(work / "data")])
@@ -95,7 +95,7 @@ def test_settings_out_of_range_are_refused_before_anything_is_loaded(tmp_path, w
         evaluate(tmp_path / "no-draft", str(tmp_path / "no-target"), ["word_problems_heldout"], **wrong)
 
 
-def test_sets_of_one_name_do_not_hide_each_other(work, draft):  # noqa: F811
+def test_sets_of_one_name_do_not_hide_each_other(work, draft):
     with pytest.raises(InputError, match="prompt sets of one name"):
         evaluate(draft, str(work / "target"), [str(work / "data"), str(work / "data")])
     report = evaluate(
@@ -114,7 +114,7 @@ def test_replies_of_one_token_give_no_figure_and_no_crash():
     assert "x &lt;1&gt;: draft" in plot(report)
 
 
-def test_the_plot_shows_vllm_and_every_place(work, draft, tmp_path):  # noqa: F811
+def test_the_plot_shows_vllm_and_every_place(work, draft, tmp_path):
     report = evaluate(draft, str(work / "target"), [f"mine={work / 'data'}"], chain=2, max_new_tokens=6, limit=2)
     report["vllm"] = {"mine": {"acceptance_length": 1.5}}
     drawn = ElementTree.fromstring(plot(report))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_training import VOCAB, make_target
+from training_work import VOCAB, make_target
 
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.decode import Target

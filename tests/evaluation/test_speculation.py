@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_training import VOCAB, make_target
+from training_work import VOCAB, make_target
 
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise

@@ -12,15 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_layers import sglang_captures
-from test_training import VOCAB, make_target
 from torch.nn import functional as F
+from training_work import VOCAB, make_target
 
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import draft_weights, load_draft, save_draft
 from eyas.drafts.packing import pack
-from eyas.exporting.folders import export, import_draft
+from eyas.exporting.folders import export
+from eyas.exporting.foreign import import_draft
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
 

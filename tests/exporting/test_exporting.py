@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training import options, work  # noqa: F401  the fixture that makes target, data and store
+from training_work import options
 
 from eyas.base.errors import FolderConflictError, InputError, StoreError
 from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
-from eyas.drafts.files import draft_weights, init_from, load_draft, save_draft
-from eyas.exporting.folders import export, import_draft
+from eyas.drafts.files import draft_weights, load_draft, save_draft
+from eyas.exporting.folders import export
+from eyas.exporting.foreign import import_draft, init_from
 from eyas.store.states import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
@@ -29,12 +30,12 @@ OTHERS = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
 
 
 @pytest.fixture(scope="module")
-def draft(work):  # noqa: F811
+def draft(work):
     train(**options(work, "to-export", steps=5, eval_every=5))
     return work / "to-export"
 
 
-def rows(folder, work):  # noqa: F811
+def rows(folder, work):
     """The draft's output rows over two samples of the store."""
     model, _ = load_draft(folder, load_target_parts(describe_model(work / "target")).embedding)
     batch = read_batch(open_states(work / "store"), [0, 1], model.config.aux_layer_ids, 6, 3)
@@ -45,7 +46,7 @@ def rows(folder, work):  # noqa: F811
 @pytest.mark.parametrize(
     ("format", "prefix"), [("vllm", "midlayer."), ("sglang", "midlayer."), ("speculators", "layers.0.")]
 )
-def test_round_trip_through_each_format(work, draft, tmp_path, format, prefix):  # noqa: F811
+def test_round_trip_through_each_format(work, draft, tmp_path, format, prefix):
     out = export(draft, tmp_path / "out", format, dtype="float32")
     weights, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
     # speculators runs on memory that nobody filled when the embedding is not in the file.
@@ -68,7 +69,7 @@ def test_round_trip_through_each_format(work, draft, tmp_path, format, prefix): 
     assert "vllm serve" in (out / "README.md").read_text() or format == "sglang"
 
 
-def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):  # noqa: F811
+def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):
     """fc on raw states, as engines apply it, against scale then fc."""
     weights = load_file(export(draft, tmp_path / "out", dtype="float32") / "model.safetensors")
     model, _ = load_draft(draft)
@@ -78,7 +79,7 @@ def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):  # noqa: 
     torch.testing.assert_close(aux @ weights["fc.weight"].T, model.combine_aux(aux).detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
+def test_what_cannot_be_right_is_refused(work, draft, tmp_path):
     out = export(draft, tmp_path / "out")
     with pytest.raises(StoreError, match="draft folder of an engine"):
         load_draft(out)
@@ -91,7 +92,7 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
         export(draft, tmp_path / "other")
     with pytest.raises(InputError, match="is the draft itself"):
         export(draft, draft, "eyas")
-    with pytest.raises(InputError, match="own draft folder already"):
+    with pytest.raises(InputError, match="own draft directory already"):
         import_draft(draft, tmp_path / "back", str(work / "target"))
     (tmp_path / "other" / "manifest.json").write_text('{"kind": "eyas.dataset"}')
     with pytest.raises(InputError, match="is a token dataset"):
@@ -121,7 +122,7 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):  # noqa: F811
         import_draft(out, tmp_path / "back", str(work / "target"))
 
 
-def test_layers_given_to_import_are_held_against_the_config(work, draft, tmp_path):  # noqa: F811
+def test_layers_given_to_import_are_held_against_the_config(work, draft, tmp_path):
     out, target = export(draft, tmp_path / "out"), str(work / "target")
     with pytest.raises(InputError, match=r"config\.json names layers"):
         import_draft(out, tmp_path / "other", target, layer_ids=[1, 2, 3])
@@ -136,7 +137,7 @@ def test_layers_given_to_import_are_held_against_the_config(work, draft, tmp_pat
         import_draft(out, tmp_path / "other", target, layer_ids=[1, 3, 4])
 
 
-def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):  # noqa: F811
+def test_with_the_embedding_and_as_eyas_folder(work, draft, tmp_path):
     weights = load_file(export(draft, tmp_path / "with", embedding=True) / "model.safetensors")
     assert weights["embed_tokens.weight"].shape == (96, 32)
     before, _ = rows(draft, work)
@@ -165,7 +166,7 @@ SHAPES = {
         if (shape, format) != ("EAGLE-3.1", "sglang")  # SGLang has no norm before the residual: refused
     ],
 )
-def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format):  # noqa: F811
+def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format):
     """Saved, exported, read by --init-from into a draft with other first weights and another scale: the same function."""
     info = describe_model(work / "target")
     parts = load_target_parts(info)
@@ -206,7 +207,7 @@ def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format
     ],
 )
 @pytest.mark.parametrize("format", ["vllm", "eyas"])
-def test_what_would_load_but_mean_something_else_is_refused(work, draft, tmp_path, change, flag, format):  # noqa: F811
+def test_what_would_load_but_mean_something_else_is_refused(work, draft, tmp_path, change, flag, format):
     """Most of these change no tensor's shape."""
     out = export(draft, tmp_path / "out", format)
     config = load_draft(draft)[0].config
@@ -216,7 +217,7 @@ def test_what_would_load_but_mean_something_else_is_refused(work, draft, tmp_pat
 
 
 @pytest.mark.parametrize("format", ["vllm", "sglang", "speculators"])
-def test_training_goes_on_from_an_engines_folder(work, draft, tmp_path, format):  # noqa: F811
+def test_training_goes_on_from_an_engines_folder(work, draft, tmp_path, format):
     """The folded scale comes out again: the draft starts with the acceptance it had."""
     out = export(draft, tmp_path / "out", format, dtype="float32")
     report = train(**options(work, f"from-{format}", steps=1, eval_every=1, learning_rate=1e-7, init_from=out))
@@ -224,7 +225,7 @@ def test_training_goes_on_from_an_engines_folder(work, draft, tmp_path, format):
     assert report.before == original.before
 
 
-def test_command_line_from_store_to_engine_folder(work, tmp_path):  # noqa: F811
+def test_command_line_from_store_to_engine_folder(work, tmp_path):
     """train, eval and export as a user types them."""
     import os
     import subprocess

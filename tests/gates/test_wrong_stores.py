@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from test_diagnosis import rewrite
-from test_store import flip
-from test_training import VOCAB, make_target, options
+from training_work import VOCAB, make_target, options
 
 from eyas.base.errors import StoreError
 from eyas.data.dataset import DatasetWriter, Sample

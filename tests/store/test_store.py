@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import flip
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -547,16 +548,6 @@ def test_shards_that_break_a_rule(tmp_path, change, says):
 
 
 # --- content that changed after it was written ------------------------------------------------------------------------
-
-
-def flip(path: Path, tensor: str, row: int) -> None:
-    """Flip one bit in a tensor's row on the disk."""
-    raw = bytearray(path.read_bytes())
-    length = struct.unpack("<Q", raw[:8])[0]
-    entry = json.loads(raw[8 : 8 + length])[tensor]
-    begin, end = entry["data_offsets"]
-    raw[8 + length + begin + row * (end - begin) // entry["shape"][0]] ^= 4
-    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize(("store_dtype", "part"), [("bfloat16", "hidden"), ("fp8", "hidden"), ("fp8", "scale")])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from test_draft import CONFIG, packed, random_draft, random_samples
+from tiny_drafts import CONFIG, packed, random_draft, random_samples
 
 from eyas.target.teacher import TargetParts, Teacher
 from eyas.training.simulation import simulate, walk

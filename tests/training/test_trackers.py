@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_training import curve, options, work  # noqa: F401  the fixture that makes target, data and store
+from training_work import curve, options
 
 from eyas.base.errors import ContractError, InputError
 from eyas.base.manifest import package_version
@@ -42,7 +42,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path / "cwd"
 
 
-def stopped_after(work, name, step, **changes):  # noqa: F811
+def stopped_after(work, name, step, **changes):
     """Train until `step`, then stop as Ctrl-C does."""
     stop = threading.Event()
 
@@ -70,7 +70,7 @@ def test_packages_are_asked_not_folders(elsewhere):
             assert check_trackers((name,)) == [name]
 
 
-def test_tensorboard_keeps_what_the_metrics_file_has(work, elsewhere):  # noqa: F811
+def test_tensorboard_keeps_what_the_metrics_file_has(work, elsewhere):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,7 +85,7 @@ def test_tensorboard_keeps_what_the_metrics_file_has(work, elsewhere):  # noqa: 
 
 
 @pytest.mark.parametrize("store", ["own", "files"])
-def test_mlflow_keeps_figures_settings_and_status(work, elsewhere, monkeypatch, store):  # noqa: F811
+def test_mlflow_keeps_figures_settings_and_status(work, elsewhere, monkeypatch, store):
     """In the draft's folder, or where MLFLOW_TRACKING_URI says (a local file store)."""
     mlflow = pytest.importorskip("mlflow")
     name = f"with-mlflow-{store}"
@@ -111,7 +111,7 @@ def test_mlflow_keeps_figures_settings_and_status(work, elsewhere, monkeypatch, 
     assert not list(elsewhere.iterdir())
 
 
-def test_mlflow_marks_a_run_that_fails(work, elsewhere):  # noqa: F811
+def test_mlflow_marks_a_run_that_fails(work, elsewhere):
     mlflow = pytest.importorskip("mlflow")
     with pytest.raises(ContractError, match="finite"):
         train(**options(work, "mlflow-fails", trackers=("mlflow",), learning_rate=1e30, clip=1e30))
@@ -151,7 +151,7 @@ def wandb_history(folder: Path) -> list[dict[str, float]]:
     return rows
 
 
-def eyas_train(work, name, *more, **variables):  # noqa: F811
+def eyas_train(work, name, *more, **variables):
     """`eyas train` as a user types it: wandb reads its variables once in the life of a process."""
     known = options(work, name)
     return subprocess.run(
@@ -164,7 +164,7 @@ def eyas_train(work, name, *more, **variables):  # noqa: F811
     )  # fmt: skip
 
 
-def test_wandb_offline_keeps_figures_and_goes_on_in_the_same_run(work, elsewhere):  # noqa: F811
+def test_wandb_offline_keeps_figures_and_goes_on_in_the_same_run(work, elsewhere):
     pytest.importorskip("wandb")
     folder, seen = work / "with-wandb", []
     for steps in ("20", "40"):
@@ -182,7 +182,7 @@ def test_wandb_offline_keeps_figures_and_goes_on_in_the_same_run(work, elsewhere
     assert not list(elsewhere.iterdir())
 
 
-def test_wandb_without_an_account_says_what_to_do(work, elsewhere):  # noqa: F811
+def test_wandb_without_an_account_says_what_to_do(work, elsewhere):
     pytest.importorskip("wandb")
     done = eyas_train(work, "wandb-no-account", "--steps", "5")
     said = " ".join(done.stderr.split())

@@ -10,13 +10,14 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_training import VOCAB, curve, options, work  # noqa: F401  the fixture that makes target, data and store
 from test_training_ranks import launch_script
+from training_work import VOCAB, curve, options
 
 from eyas.base.errors import DiskFullError, FolderConflictError, InputError, StoreError
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.acceptance import evaluate
-from eyas.exporting.folders import export, import_draft
+from eyas.exporting.folders import export
+from eyas.exporting.foreign import import_draft
 from eyas.extraction.bulk import extract
 from eyas.gates.verification import verify
 from eyas.training.checkpoints import list_checkpoints
@@ -27,7 +28,7 @@ def same_weights(a, b):
     return all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(b[key])) for key, x in a.items())
 
 
-def test_precision_and_micro_batches_of_the_launcher_are_taken_over_or_refused(work, monkeypatch):  # noqa: F811
+def test_precision_and_micro_batches_of_the_launcher_are_taken_over_or_refused(work, monkeypatch):
     train(**options(work, "by-itself", steps=4))
     # As `accelerate launch --mixed_precision bf16 --gradient_accumulation_steps 2` leaves the environment.
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -54,7 +55,7 @@ def test_precision_and_micro_batches_of_the_launcher_are_taken_over_or_refused(w
     train(**options(work, "launched-bf16", steps=5, dtype="bfloat16"))
 
 
-def test_fsdp_of_the_first_version_is_refused(work, monkeypatch):  # noqa: F811
+def test_fsdp_of_the_first_version_is_refused(work, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # as `accelerate launch --use_fsdp` alone leaves it
     monkeypatch.setenv("FSDP_VERSION", "1")
     with pytest.raises(InputError, match=r"FSDP version 1(?s:.)*--fsdp_version 2"):
@@ -62,7 +63,7 @@ def test_fsdp_of_the_first_version_is_refused(work, monkeypatch):  # noqa: F811
     assert not (work / "fsdp1").exists()
 
 
-def test_a_finished_run_by_the_clock_is_left_alone(work):  # noqa: F811
+def test_a_finished_run_by_the_clock_is_left_alone(work):
     settings = options(work, "by-the-clock", steps=None, seconds=1.0, eval_every=10**6)
     first = train(**settings)
     again = train(**settings)
@@ -70,7 +71,7 @@ def test_a_finished_run_by_the_clock_is_left_alone(work):  # noqa: F811
     assert curve(work / "by-the-clock")[-1]["step"] == first.steps
 
 
-def test_a_second_run_in_the_same_folder_is_refused(work):  # noqa: F811
+def test_a_second_run_in_the_same_folder_is_refused(work):
     command = [sys.executable, "-m", "eyas", "train", "--track", "none", "--steps", "1000000", "--held-out", "0.2"]
     command += ["--states", work / "store", "--model-path", work / "target", "--output-dir", work / "one-writer"]
     first = subprocess.Popen([*command, "--batch-tokens", "200"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -88,7 +89,7 @@ def test_a_second_run_in_the_same_folder_is_refused(work):  # noqa: F811
     shutil.rmtree(work / "one-writer")
 
 
-def test_a_full_disk_is_named_and_leaves_no_half_checkpoint(work, small_disk):  # noqa: F811
+def test_a_full_disk_is_named_and_leaves_no_half_checkpoint(work, small_disk):
     settings = options(work, "x", output_dir=small_disk / "draft", steps=400, keep=1000, checkpoint_every=1)
     with pytest.raises(DiskFullError, match=r"no space left in (?s:.)*same command again"):
         train(**settings)
@@ -102,7 +103,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_checkpoint(work, small_disk):  
     assert report.steps == reached + 2
 
 
-def test_what_a_killed_run_left_is_read_over_or_removed(work):  # noqa: F811
+def test_what_a_killed_run_left_is_read_over_or_removed(work):
     train(**options(work, "whole", steps=8))
     train(**options(work, "killed", steps=4))
     folder = work / "killed"
@@ -117,7 +118,7 @@ def test_what_a_killed_run_left_is_read_over_or_removed(work):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "state.json", "rng-0.pt"])
-def test_a_cut_checkpoint_is_named_and_the_one_before_goes_on(work, name):  # noqa: F811
+def test_a_cut_checkpoint_is_named_and_the_one_before_goes_on(work, name):
     folder = work / f"cut-{name}"
     train(**options(work, folder.name, steps=8))
     newest = list_checkpoints(folder / "checkpoints")[-1]
@@ -128,7 +129,7 @@ def test_a_cut_checkpoint_is_named_and_the_one_before_goes_on(work, name):  # no
     assert train(**options(work, folder.name, steps=10)).steps == 10
 
 
-def make_store(work, name, masks):  # noqa: F811
+def make_store(work, name, masks):
     rng, writer = np.random.default_rng(0), DatasetWriter(work / f"{name}-data")
     for mask in masks:
         writer.add(Sample.of(rng.integers(0, VOCAB, len(mask)), np.array(mask, np.uint8)))
@@ -141,7 +142,7 @@ def make_store(work, name, masks):  # noqa: F811
     return work / name
 
 
-def test_answers_of_one_token_keep_the_last_draft(work):  # noqa: F811
+def test_answers_of_one_token_keep_the_last_draft(work):
     store = make_store(work, "one-token", [[0] * 11 + [1]] * 16)
     report = train(**options(work, "one-token-draft", states=store, steps=6, eval_every=2, patience=1))
     assert report.steps == 6
@@ -150,14 +151,14 @@ def test_answers_of_one_token_keep_the_last_draft(work):  # noqa: F811
     assert manifest["training"]["step"] == 6
 
 
-def test_data_that_teaches_nothing_is_refused(work):  # noqa: F811
+def test_data_that_teaches_nothing_is_refused(work):
     # The first guess of a draft is the third token: only a sample's second one is supervised here.
     store = make_store(work, "nothing", [[0, 1] + [0] * 10] * 16)
     with pytest.raises(InputError, match="F13"):
         train(**options(work, "nothing-draft", states=store))
 
 
-def test_sizes_below_one_and_a_layer_named_twice_are_refused(work):  # noqa: F811
+def test_sizes_below_one_and_a_layer_named_twice_are_refused(work):
     for field, flag in (("num_attention_heads", "--heads"), ("num_layers", "--layers"), ("intermediate_size", "--mlp")):
         with pytest.raises(InputError, match=f"{flag} 0 is out of range"):
             train(**options(work, "no-size", draft={field: 0}))
@@ -165,7 +166,7 @@ def test_sizes_below_one_and_a_layer_named_twice_are_refused(work):  # noqa: F81
         train(**options(work, "twice", aux_layers=(3, 3, 1)))
 
 
-def test_a_foreign_config_without_sizes_is_named(work):  # noqa: F811
+def test_a_foreign_config_without_sizes_is_named(work):
     train(**options(work, "to-export", steps=1))
     folder = export(work / "to-export", work / "sizeless", "vllm")
     config = json.loads((folder / "config.json").read_text())
@@ -203,7 +204,7 @@ training.train(**json.loads(sys.argv[1]))
 """
 
 
-def test_a_budget_in_seconds_keeps_ranks_equal_whatever_their_clocks(work):  # noqa: F811
+def test_a_budget_in_seconds_keeps_ranks_equal_whatever_their_clocks(work):
     launch_script(
         CLOCKS, options(work, "clocks", steps=None, seconds=3.0, single_step_share=0.5, eval_every=100000, held_out=0.0)
     )

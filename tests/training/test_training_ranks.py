@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_training import curve, options, work  # noqa: F401  the fixture that makes target, data and store
+from training_work import curve, options
 
 from eyas.drafts.files import load_draft
 from eyas.training.checkpoints import list_checkpoints
@@ -83,7 +83,7 @@ def launch_script(script, settings, *arguments, ranks=2):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_two_ranks_equal_one_with_two_micro_batches(work, kind):  # noqa: F811
+def test_two_ranks_equal_one_with_two_micro_batches(work, kind):
     common = {"steps": 6, "eval_every": 3, "single_step_share": 0.4}
     if not (work / "one-rank").exists():
         train(**options(work, "one-rank", accumulate=2, **common))

@@ -7,12 +7,13 @@ import threading
 
 import pytest
 from eyas_process import run_eyas
-from test_training import make_dataset, make_target, options
+from training_work import make_dataset, make_target, options
 
 import eyas
 from eyas.base.errors import StoreError
 from eyas.drafts.files import load_draft
-from eyas.exporting.folders import export, import_draft
+from eyas.exporting.folders import export
+from eyas.exporting.foreign import import_draft
 from eyas.extraction.bulk import extract
 from eyas.training.trainer import train
 from eyas.views.draft_view import describe_draft

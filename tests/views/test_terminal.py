@@ -5,7 +5,6 @@ import time
 import pytest
 from eyas_process import in_terminal, run_eyas
 from test_acceptance import draft  # noqa: F401  the fixture that trains one
-from test_training import work  # noqa: F401  the fixture that makes target, data and store
 
 from eyas.engines.contract import HOST_COPY, MODEL_OUTPUT, SHARD, SPLIT, Hop, hop_table
 from eyas.runs import run as runs
@@ -52,7 +51,7 @@ def test_eval(work, draft, state, tmp_path):  # noqa: F811
     )
 
 
-def test_train_and_runs(work, state, tmp_path):  # noqa: F811
+def test_train_and_runs(work, state, tmp_path):
     flags = [
         "train", "--states", work / "store", "--model-path", work / "target", "--draft-vocab-size", "64", "--steps", "12",
         "--eval-every", "6", "--batch-tokens", "200", "--held-out", "0.2", "--dtype", "float32", "--track", "none", "--output-dir",
@@ -77,7 +76,7 @@ def test_train_and_runs(work, state, tmp_path):  # noqa: F811
         assert found[0].endswith("%")
 
 
-def test_preflight_says_each_remedy_below_its_finding(work, state, tmp_path):  # noqa: F811
+def test_preflight_says_each_remedy_below_its_finding(work, state, tmp_path):
     lines = in_terminal(
         *("extract", "--model-path", work / "target", "--prepared-data", work / "data", "--output-dir", tmp_path / "s"),
         *("--layer-ids", "1", "3", "5"),

@@ -260,7 +260,7 @@ def import_draft(
     ] = None,
 ) -> None:
     """Read an engine's draft folder into an eyas draft folder."""
-    from eyas.exporting.folders import import_draft as run
+    from eyas.exporting.foreign import import_draft as run
     from eyas.views.console import out
 
     out.print(str(run(source, output_dir, model_path, layer_ids=layer_ids)))

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,26 +31,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.base.disk_full import disk_full_named
-from eyas.base.errors import FolderConflictError, InputError
-from eyas.base.manifest import MANIFEST, content_hash, read_manifest, refuse_foreign_folder, write_json
+from eyas.base.errors import InputError
+from eyas.base.manifest import refuse_foreign_folder, write_json
 from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
-from eyas.drafts.files import (
-    FORMAT_VERSION,
-    KIND,
-    draft_weights,
-    foreign_config,
-    load_draft,
-    read_foreign_draft,
-    save_draft,
-)
+from eyas.drafts.files import DRAFT_FILES, draft_weights, load_draft, refuse_other_draft, save_draft
 from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
-from eyas.target.layers import resolve_layer_ids, to_sglang
+from eyas.target.layers import to_sglang
+from eyas.target.model_files import describe_model
+from eyas.target.teacher import load_target_parts
 
 Format = Literal["vllm", "sglang", "speculators", "eyas"]
 FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
 #: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
 ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
-DRAFT_FILES = {MANIFEST, "model.safetensors", ".*.tmp", "acceptance.*"}
 
 
 def export(
@@ -67,7 +59,7 @@ def export(
     Args:
         draft: an eyas draft folder. output_dir: new or an earlier export. format: vllm, sglang, speculators or eyas (a copy).
         dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's;
-            speculators gets it always).
+            speculators gets it always, and a draft's own is always written).
 
     Returns:
         the folder.
@@ -101,7 +93,7 @@ def export(
     config, weights = in_layer_order(model.config, engine_weights(model))
     if format != "speculators":
         weights = engine_names(weights, config.num_layers)
-    if embedding or format == "speculators":
+    if (embedding or format == "speculators") and not config.own_embedding:
         weights["embed_tokens.weight"] = _embedding(manifest)
     kind = getattr(torch, dtype)
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
@@ -156,6 +148,11 @@ def engine_names(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tenso
 
 def sglang_refuses(config: DraftConfig, architecture: str | None) -> InputError | None:
     """Why SGLang (0.5.23) cannot run a draft for a target of this architecture; None where it can."""
+    if config.own_embedding:
+        return InputError(
+            "SGLang gives every draft its target's embedding, this draft has another one of its own",
+            "serve it with vLLM, or train one without --init-from",
+        )
     if config.norm_before_residual:
         return InputError(
             "SGLang starts the residual from the state before its norm, this draft was trained with norm_before_residual",
@@ -264,109 +261,17 @@ def speculators_config(config: DraftConfig, dtype: str, target: dict[str, Any]) 
     }
 
 
-def _refuse_own_folder(source: Path) -> None:
-    """Raises InputError for a folder of eyas itself, and says which kind it is."""
-    try:
-        kind = json.loads((source / MANIFEST).read_text(encoding="utf-8"))["kind"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return
-    if kind == KIND:
-        raise InputError(
-            f"{source} is eyas's own draft folder already", "use it as it is, or copy it: eyas export --format eyas"
-        )
-    if str(kind).startswith("eyas."):
-        what = {"eyas.dataset": "a token dataset", "eyas.states": "a state store"}.get(kind, f"a folder of kind {kind}")
-        raise InputError(
-            f"{source} is {what} of eyas's, no draft", "give --source a vLLM, SGLang or speculators folder"
-        )
-
-
-def import_draft(
-    source: str | Path, output_dir: str | Path, model_path: str, *, layer_ids: list[int] | None = None
-) -> Path:
-    """Read a vLLM, SGLang or speculators EAGLE-3 folder into an eyas draft folder.
-
-    Args:
-        model_path: the draft's target. layer_ids: our ids, for folders that name none or only SGLang's.
-
-    Raises:
-        InputError: no EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
-        FolderConflictError: the output folder holds something else, another draft included.
-    """
-    from eyas.target.model_files import describe_model
-
-    _refuse_own_folder(Path(source))
-    refuse_foreign_folder(Path(output_dir), DRAFT_FILES)
-    info = describe_model(resolve_model_path(model_path), model_path)
-    weights, ids, raw = read_foreign_draft(Path(source))
-    try:
-        config = foreign_config(raw, len(ids), info.num_layers, layer_ids, info.architecture)
-    except LookupError:
-        raise InputError(
-            f"{source}: config.json names no layers that feed the draft",
-            "give them with --layer-ids (eyas's numbering)",
-        ) from None
-    named = raw.get("eagle_aux_hidden_state_layer_ids")
-    if layer_ids and named and sorted(layer_ids) != sorted(named):
-        raise InputError(
-            f"{source}: config.json names layers {sorted(named)}, --layer-ids {sorted(layer_ids)}",
-            "leave --layer-ids out, or correct the config",
-        )
-    resolve_layer_ids(config.aux_layer_ids, info.num_layers, with_final=False)  # in range, none twice
-    refuse_other_draft(Path(output_dir), imported_from=str(source), aux_layer_ids=config.aux_layer_ids)
-    if config.vocab_size != info.vocab_size or config.hidden_size != info.hidden_size:
-        raise InputError(
-            f"{source} is a draft for vocabulary {config.vocab_size} and width {config.hidden_size}; {model_path} has "
-            f"{info.vocab_size} and {info.hidden_size}",
-            "give --model-path the draft's own target",
-        )
-    draft = Draft(config)
-    weights |= {
-        "d2t": ids - torch.arange(len(ids)),
-        "aux_scale": torch.ones(len(config.aux_layer_ids) * config.hidden_size),
-    }
-    weights["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    missing, unknown = draft.load_state_dict(
-        {k: v.float() if v.is_floating_point() else v for k, v in weights.items()}, strict=False
-    )
-    missing = [key for key in missing if key != "embed_tokens.weight"]
-    if missing or unknown:
-        raise InputError(
-            f"{source}: weights missing {missing[:5]}, unknown {unknown[:5]}",
-            "this is no EAGLE-3 draft that eyas knows",
-        )
-    save_draft(
-        Path(output_dir),
-        config,
-        draft_weights(draft),
-        target=info.for_manifest(),
-        dataset_hash=None,
-        training={"imported_from": str(source), "config_hash": content_hash(json.dumps(raw, sort_keys=True).encode())},
-    )
-    return Path(output_dir)
-
-
-def refuse_other_draft(
-    folder: Path, training: Any = None, imported_from: str | None = None, aux_layer_ids: Sequence[int] = ()
-) -> None:
-    """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder, KIND, FORMAT_VERSION)
-        have = manifest.get("training") or {}
-        same = have == (training or {})
-        if imported_from is not None:
-            same = have.get("imported_from") == imported_from
-            same = same and manifest["config"]["aux_layer_ids"] == list(aux_layer_ids)
-        if not same:
-            raise FolderConflictError(f"{folder} holds another draft", "name a new --output-dir")
-
-
 def _embedding(manifest: dict[str, Any]) -> Tensor:
-    from eyas.target.model_files import describe_model
-    from eyas.target.teacher import load_target_parts
-
-    name = manifest.get("target", {}).get("id", "")
-    return load_target_parts(describe_model(resolve_model_path(name), name)).embedding.float()
+    """[V, H] fp32 of the target that the draft was trained for. Raises InputError where the model of its name has other weights by now."""
+    target = manifest.get("target") or {}
+    name = target.get("id", "")
+    info = describe_model(resolve_model_path(name), name)
+    if info.weights_hash != target.get("weights_hash"):
+        raise InputError(
+            f"{name} has other weights (hash {info.weights_hash}) than the draft's target had ({target.get('weights_hash')})",
+            "the draft's files need the embedding that it was trained with: bring that model back to its place",
+        )
+    return load_target_parts(info).embedding.float()
 
 
 def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, Any], refusal: InputError | None) -> str:

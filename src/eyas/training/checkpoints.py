@@ -34,19 +34,22 @@ from torch.distributed.checkpoint.state_dict import (
 from eyas.base.disk_full import disk_full_named
 from eyas.base.errors import StoreError
 from eyas.base.manifest import fsync_folder, write_json
+from eyas.drafts.eagle3.model import DraftConfig
+from eyas.drafts.files import kept_weights
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(model: torch.nn.Module, config: DraftConfig) -> dict[str, torch.Tensor]:
     """All weights and buffers, unsharded, on the CPU (on rank 0; empty elsewhere under FSDP). Every rank must call it."""
     weights: dict[str, Any] = get_model_state_dict(model, options=_GATHERED)
-    return {k: v.contiguous() for k, v in weights.items() if k != "embed_tokens.weight"}
+    return kept_weights(config, weights)
 
 
 def save_checkpoint(
     folder: Path,
     step: int,
+    config: DraftConfig,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
@@ -58,7 +61,7 @@ def save_checkpoint(
     Raises:
         DiskFullError: nothing of this checkpoint is left, those before are.
     """
-    weights = full_weights(model)
+    weights = full_weights(model, config)
     moments = get_optimizer_state_dict(model, optimizer, options=_GATHERED)
     final = folder / f"step-{step:08d}"
     work = folder / f".tmp-step-{step:08d}"

@@ -42,9 +42,10 @@ from eyas.drafts.eagle3.init import (
     measured_scale,
 )
 from eyas.drafts.eagle3.model import Draft, DraftConfig, DraftLoss
-from eyas.drafts.files import check_vocabulary, init_from, save_draft
+from eyas.drafts.files import check_vocabulary, save_draft
 from eyas.drafts.packing import Batch, supervised_rows
 from eyas.engines.transformers import sensible_threads
+from eyas.exporting.foreign import init_from
 from eyas.store.states import States, open_states
 from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import Teacher, load_target_parts
@@ -190,7 +191,7 @@ class _Run:
         parts = load_target_parts(self.info)
         config = derive_config(self.info, self.aux_ids, size, plain_rope=s.plain_rope, **s.draft)
         draft = self._new_draft(config, parts)
-        self.config = config
+        self.config = draft.config
         self.teacher = Teacher(parts, self.vocabulary.ids, self.device, draft.compute_dtype)
         self.t2d = draft.t2d.to(self.device)
         trained = [p for p in draft.parameters() if p.requires_grad]
@@ -256,7 +257,7 @@ class _Run:
             scale = torch.ones_like(scale)
         initialise(draft, parts, self.vocabulary, scale, seed=s.seed, first=first)
         if s.init_from:
-            for line in init_from(draft, Path(s.init_from), self.info.architecture):
+            for line in init_from(draft, Path(s.init_from), self.info, parts):
                 log.info("init-from: %s", line)
         draft.lm_head.weight.requires_grad_(s.train_head)
         draft.compute_dtype = compute_dtype(s.dtype, self.device)
@@ -570,7 +571,7 @@ class _Run:
         return found
 
     def _save_draft(self, acceptance: dict[str, Any] | None) -> None:
-        weights = full_weights(self.model)
+        weights = full_weights(self.model, self.config)
         if not self.accelerator.is_main_process:
             return
         save_draft(
@@ -595,7 +596,9 @@ class _Run:
             "since_best": self.since_best,
         }
         folder = self.settings.output_dir / "checkpoints"
-        save_checkpoint(folder, self.step, self.model, self.optimizer, state, self.settings.keep, self.accelerator)
+        save_checkpoint(
+            folder, self.step, self.config, self.model, self.optimizer, state, self.settings.keep, self.accelerator
+        )
 
 
 class _Window:

@@ -43,6 +43,7 @@ class DraftConfig:
         rope: `rope_type` (default, linear, llama3, yarn), `rope_theta` and that kind's own keys, as in a Hugging Face config.
         norm_aux: norm each auxiliary state before `fc` (EAGLE-3.1). norm_before_residual: the residual starts from the normed h.
         norm_output: carry norm(u), not u, to the next step (EAGLE-3.1).
+        own_embedding: the draft brought an embedding that is not the target's (`--init-from`, `eyas import`); its files hold it.
     """
 
     hidden_size: int
@@ -61,6 +62,7 @@ class DraftConfig:
     norm_aux: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    own_embedding: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -161,7 +163,8 @@ class Draft(nn.Module):
     """The draft with its vocabulary maps.
 
     Buffers: `d2t` [D] int64 (target id = j + d2t[j]), `t2d` [V] bool, `aux_scale` [L*H] fp32: what auxiliary states are multiplied by
-    before `fc` (1 / their measured RMS), folded into `fc` at export. `embed_tokens` is frozen, the target's own.
+    before `fc` (1 / their measured RMS), folded into `fc` at export. `embed_tokens` is frozen, the target's own
+    unless `own_embedding`.
     """
 
     d2t: Tensor
