@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results, kept after every job and gone on with")
     words, settings = take_settings(sys.argv[1:])
     arguments = parser.parse_args(words)
-    from eyas.store.states import open_states
+    from eyas.store.reader import open_states
     from eyas.target.embedded import resolve_model_path
     from eyas.target.model_files import describe_model
 

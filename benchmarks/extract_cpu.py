@@ -32,7 +32,7 @@ from eyas.data.preparation import prepare
 from eyas.engines import packed_attention
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
 from eyas.extraction.batches import plan_batches
-from eyas.store.states import StoreSpec
+from eyas.store.format import StoreSpec
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import resolve_layer_ids
 from eyas.target.model_files import describe_model

@@ -247,7 +247,8 @@ def _native(engine: Any, samples: list[Any], tokens: int) -> dict[str, Any]:
 
 
 def _captured(engine: Any, samples: list[Any], layers: list[int], store: Path, shard_mb: int) -> dict[str, Any]:
-    from eyas.store.states import StoreSpec, open_states, write_store_manifest
+    from eyas.store.format import StoreSpec, write_store_manifest
+    from eyas.store.reader import open_states
 
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)

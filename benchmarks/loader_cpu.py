@@ -26,7 +26,8 @@ from extract_cpu import cpu_name
 
 from eyas.base.manifest import package_version
 from eyas.data.dataset import Sample
-from eyas.store.states import StoreSpec, open_states, write_store_manifest
+from eyas.store.format import StoreSpec, write_store_manifest
+from eyas.store.reader import open_states
 from eyas.store.writer import ShardWriter
 from eyas.target.model_files import human_bytes
 from eyas.training.data import Reader, plan_epoch
@@ -61,14 +62,14 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     states = open_states(work)
     size = sum(path.stat().st_size for path in work.glob("shard-*"))
     print(f"{len(states)} samples, {int(states.lengths.sum())} tokens, {human_bytes(size)}, in {work.parent}\n")
-    ways = {"not compared": (False, False), "by sample": (True, False), "whole shards": (True, True)}
+    ways = {"not compared": False, "by sample": True}
     for name, cold in (("warm", False), ("cold", True)):
         rates: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(arguments.rounds):
-            for way, (check, whole) in ways.items():
+            for way, check in ways.items():
                 if cold:
                     forget(work)
-                rates[way].append(epoch(arguments, work, check, whole))
+                rates[way].append(epoch(arguments, work, check))
         for way, found in rates.items():
             ratio = statistics.median(a / b for a, b in zip(found, rates["not compared"], strict=True))
             print(f"{name}  {way:<13} {statistics.median(found):>9,.0f} tok/s  {ratio:.3f}")
@@ -109,12 +110,9 @@ def forget(work: Path) -> None:
         os.close(descriptor)
 
 
-def epoch(arguments: argparse.Namespace, work: Path, check: bool, whole: bool) -> float:
+def epoch(arguments: argparse.Namespace, work: Path, check: bool) -> float:
     """Tokens per second of one epoch, read for the first time."""
     states = open_states(work, check=check)
-    if whole:
-        for header in states._headers:
-            header.sample_checksums.clear()
     positions = np.arange(len(states))
     plan = plan_epoch(positions, states.lengths, batch_tokens=arguments.batch_tokens, parts=1, seed=0, epoch=0)
     began = time.perf_counter()

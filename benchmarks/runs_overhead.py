@@ -34,7 +34,7 @@ from eyas.engines.transformers import TransformersEngine, TransformersSettings
 from eyas.extraction.batches import plan_batches
 from eyas.runs import run as runs
 from eyas.runs.processes import keepers_of_run
-from eyas.store.states import StoreSpec
+from eyas.store.format import StoreSpec
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import resolve_layer_ids
 from eyas.target.model_files import describe_model

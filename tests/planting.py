@@ -21,7 +21,8 @@ from eyas.data.dataset import Sample
 from eyas.engines.transformers import TransformersEngine
 from eyas.engines.vllm.engine import VllmEngine
 from eyas.runs.processes import SHM, recorded_shm
-from eyas.store.states import done_samples, finished_shards, open_states
+from eyas.store.format import done_samples, finished_shards
+from eyas.store.reader import open_states
 
 
 @contextlib.contextmanager

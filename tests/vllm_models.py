@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from eyas.base.manifest import content_hash
+from eyas.base.files import content_hash
 from eyas.data.dataset import Sample
 from eyas.engines.base import CaptureResult
-from eyas.store.states import StoreSpec, write_store_manifest
+from eyas.store.format import StoreSpec, write_store_manifest
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 _PUBLIC = {
     "open_dataset": "eyas.data.dataset",
-    "open_states": "eyas.store.states",
+    "open_states": "eyas.store.reader",
     "verify": "eyas.gates.verification",
     "MaskSettings": "eyas.data.chat_template",
     "PrepareSettings": "eyas.data.rows",

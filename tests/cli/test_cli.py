@@ -83,7 +83,7 @@ def test_errors_have_their_own_exit_codes_and_no_traceback(tiny_model, token_row
         (
             ("--layer-ids", "1"),
             FolderConflictError.exit_code,
-            "layer_ids: the folder has [2, 4], this run wants [1, 4]",
+            "layer_ids: the directory has [2, 4], this run wants [1, 4]",
         ),
     ]:
         done = extract(*more)

@@ -11,7 +11,7 @@ from chat_templates import byte_level_tokenizer
 from test_conversations import BAD
 
 from eyas.base.errors import FolderConflictError, InputError
-from eyas.base.locks import lock_folder
+from eyas.base.locks import lock_directory
 from eyas.data.dataset import open_dataset
 from eyas.data.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
 from eyas.data.rows import PrepareSettings
@@ -80,7 +80,7 @@ def test_the_same_call_rebuilds_the_folder_and_another_is_refused(model, tmp_pat
 def test_two_at_once_into_one_folder(model, tmp_path):
     data = rows(tmp_path / "chat.jsonl", chat("Hi", "Hello"))
     prepare(data, model, tmp_path / "out")
-    with lock_folder(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
+    with lock_directory(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
         prepare(data, model, tmp_path / "out", overwrite=True)
     assert len(open_dataset(tmp_path / "out")) == 1
 

@@ -12,7 +12,7 @@ import pytest
 from chat_templates import byte_level_tokenizer, metaspace_tokenizer, slow_byte_tokenizer
 
 from eyas.base.errors import EngineError, FolderConflictError, InputError
-from eyas.base.locks import lock_folder
+from eyas.base.locks import lock_directory
 from eyas.data.chat_template import ChatTemplate, MaskSettings
 from eyas.data.dataset import open_dataset
 from eyas.data.generators import Answer, Sampling
@@ -165,7 +165,7 @@ def test_later_turns_see_the_generated_answers(model, tmp_path):
 def test_two_at_once_into_one_folder_would_answer_twice(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("Hi there"))
     (tmp_path / "out").mkdir()
-    with lock_folder(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
+    with lock_directory(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
         regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
     assert not (tmp_path / "out" / "answers.jsonl").exists()
 

@@ -18,7 +18,8 @@ from eyas.engines.base import CaptureResult
 from eyas.engines.vllm import engine as vllm
 from eyas.engines.vllm import start as vllm_start
 from eyas.extraction.bulk import extract
-from eyas.store.states import finished_shards, open_states
+from eyas.store.format import finished_shards
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
 pytestmark = pytest.mark.vllm

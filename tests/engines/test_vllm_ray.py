@@ -26,7 +26,8 @@ from eyas.engines.vllm.start import VllmSettings, ray_devices, refuse_impossible
 from eyas.runs import run as runs
 from eyas.runs.loglines import Wanted, read_lines
 from eyas.runs.processes import Mark, is_alive, processes_of_run, recorded_processes
-from eyas.store.states import done_samples, finished_shards, open_states
+from eyas.store.format import done_samples, finished_shards
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'eyas[ray]')")

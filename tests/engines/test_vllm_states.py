@@ -27,7 +27,7 @@ from eyas.engines.vllm.start import refuse_impossible
 from eyas.extraction.bulk import extract
 from eyas.gates.parity import check_parity
 from eyas.gates.verification import verify
-from eyas.store.states import open_states
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
 pytestmark = pytest.mark.vllm

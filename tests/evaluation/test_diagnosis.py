@@ -12,7 +12,7 @@ from eyas.evaluation.decode import Target
 from eyas.evaluation.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
 from eyas.extraction.bulk import extract
 from eyas.store.checksums import checksum_metadata
-from eyas.store.states import open_states
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import final_norm, load_target_parts
 

@@ -15,7 +15,7 @@ from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import draft_weights, load_draft, save_draft
 from eyas.exporting.folders import export
 from eyas.exporting.foreign import import_draft, init_from
-from eyas.store.states import open_states
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
 from eyas.training.data import read_batch

@@ -24,7 +24,7 @@ from eyas.base.errors import (
     PreflightError,
     StoreError,
 )
-from eyas.base.locks import lock_folder
+from eyas.base.locks import lock_directory
 from eyas.extraction.batches import plan_batches
 from eyas.extraction.bulk import ExtractSettings, plan
 
@@ -225,7 +225,7 @@ def test_parts_that_run_side_by_side_make_one_store(tiny_model, token_rows, tmp_
     for part in ("0/2", "1/2"):
         command = eyas_command(
             "extract", "--model-path", tiny_model("llama"), "--prepared-data", data, "--output-dir", folder,
-            "--layer-ids", "2", "--batch-tokens", "120", "--shard-size", "0.1", "--shard", part,
+            "--layer-ids", "2", "--batch-tokens", "120", "--shard-size", "0.1", "--part", part,
         )  # fmt: skip
         running.append(subprocess.Popen(command, env=eyas_environment(), stderr=subprocess.PIPE, text=True))
     for process in running:
@@ -249,7 +249,7 @@ def test_the_disk_must_hold_all_parts(tiny_model, token_rows, tmp_path):
         (check,) = (check for check in plan(settings).checks if check.name == "disk")
         return check.finding.split(",")[0]
 
-    assert disk(shard="1/2") == disk()
+    assert disk(part="1/2") == disk()
 
 
 def test_a_finished_store_is_left_alone(options, tmp_path):
@@ -279,7 +279,7 @@ def test_a_folder_with_foreign_files_is_refused(tiny_model, token_rows, tmp_path
 
 def test_two_runs_into_one_folder(options, tmp_path):
     (tmp_path / "s").mkdir()
-    with lock_folder(tmp_path / "s"), pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
+    with lock_directory(tmp_path / "s"), pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
         eyas.extract(**options)
 
 
@@ -290,12 +290,12 @@ def test_two_runs_into_one_folder(options, tmp_path):
 def test_only_parts_of_one_split_write_side_by_side(options, first, second, beside, tmp_path):
     """Any other run would make samples of the part a second time (fault F11)."""
     (tmp_path / "s").mkdir()
-    with lock_folder(tmp_path / "s", ExtractSettings(**options, shard=first).replica):
+    with lock_directory(tmp_path / "s", ExtractSettings(**options, part=first).parts):
         if beside:
-            assert eyas.extract(**options, shard=second).new_samples > 0
+            assert eyas.extract(**options, part=second).new_samples > 0
         else:
             with pytest.raises(FolderConflictError, match=f'"pid": {os.getpid()}'):
-                eyas.extract(**options, shard=second)
+                eyas.extract(**options, part=second)
     eyas.extract(**options)
     assert sorted(eyas.open_states(tmp_path / "s").lengths) == sorted(LENGTHS)
 
@@ -312,14 +312,14 @@ def test_a_run_that_ended_or_began_between_plan_and_lock(layer, tiny_model, toke
 
     def meanwhile(checks):
         if not other:
-            other.append(eyas.extract(**options, layer_ids=[2], shard="0/2").new_samples)
+            other.append(eyas.extract(**options, layer_ids=[2], part="0/2").new_samples)
 
     if layer == 2:
         report = eyas.extract(**options, layer_ids=[2], on_preflight=meanwhile)
         assert report.new_samples == len(LENGTHS) - other[0]
     else:
-        with pytest.raises(FolderConflictError, match="F12"):
-            eyas.extract(**options, layer_ids=[3], shard="1/2", on_preflight=meanwhile)
+        with pytest.raises(FolderConflictError, match="of another run"):
+            eyas.extract(**options, layer_ids=[3], part="1/2", on_preflight=meanwhile)
         eyas.extract(**options, layer_ids=[2])
     assert sorted(eyas.open_states(tmp_path / "s").lengths) == sorted(LENGTHS)
 
@@ -369,7 +369,7 @@ def test_samples_in_two_shards_are_never_a_finished_store(options, tmp_path):
 
     eyas.extract(**options)
     shutil.copy(tmp_path / "s" / "shard-r000-00000.safetensors", tmp_path / "s" / "shard-s000r000-00000.safetensors")
-    with pytest.raises(StoreError, match="F11"):
+    with pytest.raises(StoreError, match="in two shards"):
         eyas.extract(**options)
 
 

@@ -44,16 +44,36 @@ from eyas.gates.parity import check_parity
 from eyas.runs import run as runs
 from eyas.runs.loglines import Wanted, first_causes, read_lines
 from eyas.runs.processes import processes_of_run
-from eyas.store.states import done_samples, finished_shards, open_states
+from eyas.store.format import done_samples, finished_shards
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 LAYERS = [4, 2, 6]  # of the model that vLLM runs, in an order that is not ascending; 6 is the target state
 
 
+#: What a message says of a fault: sentences, no numbers of ours.
+SAYS = {
+    1: "indexed once too often",
+    2: "states of another request",
+    3: "states are missing|skipped [0-9]+ tokens",
+    4: "all zero",
+    5: "early, late or swapped|same states|captured twice",
+    6: "after the (final )?norm|already normed",
+    7: "without its residual|hidden \\+ residual",
+    8: "were asked for|layer is missing",
+    9: "not finite",
+    10: "cut short or damaged",
+    11: "in two shards",
+    12: "of another run",
+    16: "no states came|without computing all its tokens",
+    20: "compiled model of a run without capture",
+}
+
+
 def names(fault: int) -> str:
     """Pattern of a message that names this fault."""
-    return rf"\bF{fault}\b"
+    return rf"\bF{fault}\b|{SAYS.get(fault, 'F')}"
 
 
 def test_all_twenty_are_here_in_order_and_explained() -> None:
@@ -153,7 +173,8 @@ def test_f1_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
     """The stream arrives as [H] rows instead of [1, T, H]."""
     engine.decoder.layers[2].register_forward_pre_hook(lambda m, args: (args[0][0, 0],), prepend=True)
     with pytest.raises(
-        ContractError, match=r"layer 2: the residual stream should be \[1, 66, 32\], it is \[32\].*F1\b"
+        ContractError,
+        match=r"layer 2: the residual stream should be \[1, 66, 32\], it is \[32\].*(F1\b|indexed once too often)",
     ):
         check_parity(engine, samples)
 
@@ -196,7 +217,7 @@ def test_f3_vllm_a_real_prefix_cache_hit(vllm: VllmEngine, tmp_path: Path) -> No
     tokens[:64] = first.token_ids[:64]
     sharing = Sample.of(tokens, second.loss_mask)
     capture(vllm, [first], tmp_path / "first")
-    with pytest.raises(ContractError, match=r"skipped 64 tokens .*F3\b"):
+    with pytest.raises(ContractError, match=r"skipped 64 tokens"):
         capture(vllm, [sharing], tmp_path / "second")
 
 
@@ -334,7 +355,7 @@ def test_f8_vllm(vllm: VllmEngine, tmp_path: Path) -> None:
 
 def test_f8_transformers(engine: TransformersEngine, samples: list[Sample]) -> None:
     engine.hooks._handles[-1].remove()
-    with pytest.raises(ContractError, match=r"states of layers \[0, 2, 3\], \[0, 2, 3, 4\] were asked for .*F8\b"):
+    with pytest.raises(ContractError, match=r"states of layers \[0, 2, 3\], \[0, 2, 3, 4\] were asked for"):
         check_parity(engine, samples)
 
 
@@ -459,7 +480,7 @@ def test_f10_a_shard_cut_short_stops_whoever_reads_it(again: dict[str, Any]) -> 
     path = shards_of(again)[0]
     path.write_bytes(path.read_bytes()[:-5])
     for read in (lambda: open_states(again["output_dir"]), lambda: eyas.extract(**again)):
-        with pytest.raises(StoreError, match=rf"{path.name} is no readable shard.*F10\b"):
+        with pytest.raises(StoreError, match=rf"{path.name} is not a readable shard, cut short or damaged"):
             read()
     assert re.search(names(10), eyas.verify(again["output_dir"]).problems[0])
 

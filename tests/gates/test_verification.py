@@ -153,7 +153,7 @@ def test_missing_foreign_and_doubled_shards(store):
     assert f"{first.name} is missing" in problem
     assert "run the same `eyas extract` again" in problem
     first.write_bytes(content[:-5])
-    assert any("no readable shard" in p for p in problems(store))
+    assert any("not a readable shard" in p for p in problems(store))
 
 
 def test_another_model_than_the_one_it_is_of(store, tiny_model):

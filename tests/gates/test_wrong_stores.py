@@ -16,7 +16,7 @@ from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.acceptance import baseline_guessers, evaluate
 from eyas.evaluation.decode import Target, decode
 from eyas.extraction.bulk import extract
-from eyas.store.states import open_states
+from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import final_norm, load_target_parts
 from eyas.training.trainer import train

@@ -18,14 +18,8 @@ from safetensors.torch import save_file
 from eyas.base.errors import ContractError, DiskFullError, FolderConflictError, InputError, StoreError
 from eyas.data.dataset import Sample
 from eyas.store.checksums import row_sums
-from eyas.store.states import (
-    StoreSpec,
-    done_samples,
-    open_states,
-    read_shard_header,
-    refuse_other_states,
-    write_store_manifest,
-)
+from eyas.store.format import StoreSpec, done_samples, read_shard_header, validate_same_states, write_store_manifest
+from eyas.store.reader import open_states
 from eyas.store.writer import ShardWriter, quantise_fp8
 
 H = 16
@@ -242,7 +236,7 @@ def test_zero_states_stop_the_run(tmp_path):
         rows.copy_(states_of(sample, layer))
     slot.rows[3][2] = 0
     writer.complete(slot)
-    with pytest.raises(ContractError, match=f"layer 3, sample {sample.id}, position 2: .*all zero.*F4"):
+    with pytest.raises(ContractError, match=f"layer 3, sample {sample.id}, position 2: .*all zero"):
         writer.close()
     assert not list(tmp_path.glob("shard-*"))
 
@@ -388,19 +382,19 @@ def test_row_sums_are_the_sums_of_the_rows_bytes(width):
 def test_other_states_are_refused_with_the_differing_fields(tmp_path):
     """F12."""
     spec = write_store(tmp_path, make_samples([5]))
-    assert refuse_other_states(tmp_path, spec) is not None
-    with pytest.raises(FolderConflictError, match=r"layer_ids: the folder has \[3, 0, 4\], this run wants \[2, 4\]"):
-        refuse_other_states(tmp_path, make_spec(layer_ids=(2, 4)))
+    assert validate_same_states(tmp_path, spec) is not None
+    with pytest.raises(FolderConflictError, match=r"layer_ids: the directory has \[3, 0, 4\], this run wants \[2, 4\]"):
+        validate_same_states(tmp_path, make_spec(layer_ids=(2, 4)))
     other = StoreSpec(
         {**spec.model, "weights_hash": "z"}, spec.layer_ids, "bfloat16", "bfloat16", {**spec.dataset, "hash": "e"}
     )
     with pytest.raises(FolderConflictError) as caught:
-        refuse_other_states(tmp_path, other)
+        validate_same_states(tmp_path, other)
     for field in ("model.weights_hash", "dtype", "store_dtype", "dataset.hash"):
         assert field in str(caught.value)
     (tmp_path / "manifest.json").unlink()
     with pytest.raises(FolderConflictError, match="but no manifest"):
-        refuse_other_states(tmp_path, spec)
+        validate_same_states(tmp_path, spec)
 
 
 def test_a_shard_of_another_run_among_ours(tmp_path):
@@ -485,7 +479,7 @@ def rewrite(path: Path, change) -> None:
 def test_damaged_file(tmp_path, damage):
     path = shard_file(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(StoreError, match=rf"(?s){path.name} is no readable shard.*delete this one file"):
+    with pytest.raises(StoreError, match=rf"(?s){path.name} is not a readable shard.*delete this one file"):
         read_shard_header(path)
 
 
@@ -497,7 +491,7 @@ def test_overlapping_byte_ranges(tmp_path):
     header["hidden.3"]["data_offsets"] = header["hidden.0"]["data_offsets"]
     new = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
-    with pytest.raises(StoreError, match="no readable shard"):
+    with pytest.raises(StoreError, match="not a readable shard"):
         read_shard_header(path)
 
 
@@ -528,9 +522,10 @@ def drop_metadata(key: str):
         (lambda t, m: t.update({"sample_ids": t["sample_ids"][[0, 0]]}), "stands twice"),
         (lambda t, m: m.update({"layer_ids": "[3, 0]"}), "do not fit its layer ids"),
         (lambda t, m: m.update({"layer_ids": "nonsense"}), "malformed"),
-        (lambda t, m: m.update({"format_version": "99"}), "format version '99'"),
+        (lambda t, m: m.update({"format_version": "99"}), "format version is '99'"),
         (lambda t, m: m.update({"format": "other"}), "format is 'other'"),
         (drop_metadata("checksums"), "malformed"),
+        (drop_metadata("sample_checksums"), "malformed"),
         (lambda t, m: m.update({"sample_checksums": "[]"}), "sample_checksums must name hidden.0, hidden.3"),
         (
             lambda t, m: m.update({"sample_checksums": m["sample_checksums"].replace('0": "', '0": "0')}),
@@ -577,16 +572,31 @@ def test_tokens_and_masks_are_compared_with_the_sample_s_id(tmp_path, tensor):
     assert len(states[1]) == 12
 
 
-def test_a_shard_without_checksums_by_sample_is_compared_whole(tmp_path):
-    path = shard_file(tmp_path)
-    assert open_states(tmp_path).compared_whole == []
-    rewrite(path, drop_metadata("sample_checksums"))
-    states = open_states(tmp_path)
-    assert states.compared_whole == [path]
-    assert torch.equal(states[1].hidden[4], states_of(make_samples([10, 12])[1], 4))
-    flip(path, "hidden.0", row=15)
-    with pytest.raises(StoreError, match=rf"{path.name}: one of its 2 samples .*hidden.0"):
-        open_states(tmp_path)[0]
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.pop("layer_ids"), "lacks layer_ids"),
+        (lambda m: m.pop("status"), "lacks status"),
+        (lambda m: m.update(model={"id": "m"}), "malformed"),
+        (lambda m: m.update(dataset=[]), "malformed"),
+        (lambda m: m.update(shards=[{}]), "malformed"),
+    ],
+)
+def test_a_manifest_that_lost_a_part_is_named(tmp_path, change, says):
+    write_store(tmp_path, make_samples([10]))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    change(manifest)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=rf"manifest\.json.*{says}"):
+        open_states(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"kind": "eyas.states", "format_ver', "", "[]"])
+def test_a_manifest_cut_short_is_named(tmp_path, text):
+    write_store(tmp_path, make_samples([10]))
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(StoreError, match=r"manifest\.json"):
+        open_states(tmp_path)
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------
@@ -601,7 +611,7 @@ def test_full_disk_keeps_what_is_finished(small_disk):
         write_samples(writer, samples)
         writer.close()
 
-    with pytest.raises(DiskFullError, match=r"(?s)no space left for shard-r000-.*same command again"):
+    with pytest.raises(DiskFullError, match=r"(?s)no space left in .*rerun the same command"):
         run()
     kept = done_samples(small_disk)
     assert 1 <= len(kept) < 12

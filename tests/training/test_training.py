@@ -10,14 +10,14 @@ from training_work import VOCAB, WIDTH, curve, make_dataset, make_target, option
 
 import eyas
 from eyas.base.errors import FolderConflictError, InputError, StoreError
-from eyas.base.locks import lock_folder
+from eyas.base.locks import lock_directory
 from eyas.data.dataset import Sample
 from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise, measured_scale
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import load_draft
 from eyas.extraction.bulk import extract
 from eyas.gates.verification import verify
-from eyas.store.states import open_states
+from eyas.store.reader import open_states
 from eyas.target.embedded import resolve_model_path
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
@@ -79,14 +79,14 @@ def test_killed_between_checkpoints_repeats_the_same_curve(work):
 
 def test_a_run_with_other_settings_is_refused_with_the_field(work):
     train(**options(work, "fixed", steps=2))
-    with pytest.raises(FolderConflictError, match=r"settings\.loss: the folder has 'kl', this run wants 'tv'"):
+    with pytest.raises(FolderConflictError, match=r"settings\.loss: the directory has 'kl', this run wants 'tv'"):
         train(**options(work, "fixed", loss="tv"))
 
 
 def test_two_at_once_into_one_folder(work):
     train(**options(work, "both", steps=2))
     before = (work / "both" / "metrics.jsonl").read_bytes()
-    with lock_folder(work / "both"), pytest.raises(FolderConflictError, match="by another run"):
+    with lock_directory(work / "both"), pytest.raises(FolderConflictError, match="by another run"):
         train(**options(work, "both", steps=2))
     assert (work / "both" / "metrics.jsonl").read_bytes() == before
 

@@ -91,7 +91,7 @@ def test_a_second_run_in_the_same_folder_is_refused(work):
 
 def test_a_full_disk_is_named_and_leaves_no_half_checkpoint(work, small_disk):
     settings = options(work, "x", output_dir=small_disk / "draft", steps=400, keep=1000, checkpoint_every=1)
-    with pytest.raises(DiskFullError, match=r"no space left in (?s:.)*same command again"):
+    with pytest.raises(DiskFullError, match=r"no space left in (?s:.)*rerun the same command"):
         train(**settings)
     left = os.listdir(small_disk / "draft" / "checkpoints")
     assert left

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eyas.base.manifest import write_json
+from eyas.base.files import write_json
 from eyas.runs import run as runs
 from eyas.views.report import layer_rows, ledger_reasons, line_svg, mean_rate, rate_points, render
 

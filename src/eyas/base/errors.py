@@ -6,8 +6,6 @@ The command line prints both and ends with `exit_code`; `docs/cli.md` lists the 
 
 from __future__ import annotations
 
-import errno
-
 
 class EyasError(Exception):
     """Something the user can act on. Args: what was found (with place and values), and what to do about it."""
@@ -21,7 +19,7 @@ class EyasError(Exception):
 
 
 class InputError(EyasError):
-    """Bad input: a file, a row, a flag's value, a model folder."""
+    """Bad input: a file, a row, a flag's value, a model directory."""
 
     exit_code = 3
 
@@ -45,13 +43,13 @@ class ParityError(EyasError):
 
 
 class StoreError(EyasError):
-    """A state store (or dataset folder) is damaged, incomplete or not what its manifest says."""
+    """A state store (or dataset) is damaged, incomplete or not what its manifest says."""
 
     exit_code = 7
 
 
 class FolderConflictError(EyasError):
-    """The output folder holds something else, or another run is writing to it."""
+    """The output directory holds something else, or another run is writing to it."""
 
     exit_code = 8
 
@@ -78,8 +76,3 @@ class StalledError(EyasError):
 EXIT_INCOMPLETE = 20
 #: The run was stopped on request (Ctrl-C, `eyas runs stop`); finished shards are kept, the same command resumes.
 EXIT_INTERRUPTED = 130
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether the operating system says that there is no room left (disk or quota)."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,8 @@
-"""One run at a time writes into an output folder: the lock, and who holds it."""
+"""One run at a time writes into an output directory: the lock, and who holds it.
+
+A lock is `flock` on a file that says who took it; it goes with the process, however that ends. The file stays: removing it would let
+a third process lock a new one while a second holds the old.
+"""
 
 from __future__ import annotations
 
@@ -13,63 +17,87 @@ from pathlib import Path
 from typing import TextIO
 
 from eyas.base.errors import FolderConflictError
-from eyas.base.manifest import now, refuse_foreign_folder, writing_to
-from eyas.extraction.batches import replica_name
+from eyas.base.files import translate_disk_full, validate_output_directory
+from eyas.base.manifest import now
+from eyas.base.part import WHOLE, Part
 
 
-def lock_name(replica: tuple[int, int]) -> str:
+def lock_name(part: Part) -> str:
     """`.lock`, or `.lock-s003` for a part: parts write side by side, each into shards of its own name."""
-    name = replica_name(replica)
-    return f".lock-{name}" if name else ".lock"
+    return f".lock-{part.name}" if part.name else ".lock"
 
 
 @contextmanager
-def lock_folder(folder: Path, replica: tuple[int, int] = (0, 1)) -> Iterator[None]:
-    """Hold an output folder for one run; the lock goes with the process, however it ends.
+def lock_directory(directory: Path, part: Part = WHOLE) -> Iterator[None]:
+    """Hold an output directory for one run.
 
-    Beside a part (`--shard i/n`) only other parts of the same n may write: any other run would make samples of it a second time.
+    Beside a part only other parts of the same n may write: any other run would make samples of it a second time.
 
     Raises FolderConflictError naming the run, process and host that hold it; InputError or DiskFullError when nothing can be written there.
     """
-    own = folder / lock_name(replica)
+    own = directory / lock_name(part)
     with ExitStack() as held:
-        with closing_time(folder):
-            for other in [*sorted(folder.glob(".lock-s[0-9]*")), folder / ".lock"]:
-                if other != own and other.exists():
-                    _refuse_other_split(folder, other, replica[1])
-            with writing_to(folder):
+        with manifest_lock(directory):
+            for other in _lock_files(directory):
+                holder = _holder(other) if other != own else None
+                if holder is not None and (holder.get("parts", 1) != part.of or part.of == 1):
+                    raise _is_held(directory, holder)
+            with translate_disk_full(directory):
                 file = held.enter_context(open(own, "a+", encoding="utf-8"))
-            if not _take(file):
-                raise _is_held(folder, file)
-            with writing_to(folder):
+                if not _take(file):
+                    raise _is_held(directory, _holder(own) or {})
                 file.truncate(0)
-                json.dump(
-                    {
-                        "run": os.environ.get("EYAS_RUN_ID"),
-                        "pid": os.getpid(),
-                        "host": socket.gethostname(),
-                        "since": now(),
-                        "parts": replica[1],
-                        "command": " ".join(sys.argv),
-                    },
-                    file,
-                )
+                who = {"run": os.environ.get("EYAS_RUN_ID"), "pid": os.getpid(), "host": socket.gethostname()}
+                json.dump({**who, "since": now(), "parts": part.of, "command": " ".join(sys.argv)}, file)
                 file.flush()
-        # The file stays: removing it would let a third process lock a new one while a second holds the old.
+        yield
+
+
+def abandoned(directory: Path, pattern: str) -> list[Path]:
+    """Files of writers (`shard-<part>r000...`, `fault-<part>r000...`) that fit a shell pattern and that no run is writing any more.
+
+    A part that is being written keeps its own, a run without parts keeps all.
+    """
+    files = sorted(directory.glob(pattern))
+    if not files or not _lock_files(directory):
+        return files
+    with manifest_lock(directory):  # a run that begins must not find its lock taken by this look
+        held = [path.name for path in _lock_files(directory) if _holder(path) is not None]
+    if lock_name(WHOLE) in held:
+        return []
+    live = [f"-{name.removeprefix('.lock-')}r" for name in held]
+    return [path for path in files if not any(part in path.name for part in live)]
+
+
+@contextmanager
+def only_writer(directory: Path, what_fits: set[str]) -> Iterator[None]:
+    """Make an output directory if need be and hold it. `what_fits`: as in `validate_output_directory`; the lock's own files fit too.
+
+    Raises FolderConflictError for a directory of something else or one that another run writes; InputError or DiskFullError as
+    `lock_directory`.
+    """
+    validate_output_directory(directory, {*what_fits, ".lock*"})
+    with translate_disk_full(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with lock_directory(directory):
         yield
 
 
 @contextmanager
-def only_writer(folder: Path, what_fits: set[str]) -> Iterator[None]:
-    """Make an output folder if need be and hold it. `what_fits`: as in `refuse_foreign_folder`; the lock's own files fit too.
+def manifest_lock(directory: Path) -> Iterator[None]:
+    """One run at a time looks at a store and writes what it found: parts may begin or end in the same second.
 
-    Raises FolderConflictError for a folder of something else or one that another run writes; InputError or DiskFullError as `lock_folder`.
+    Raises InputError or DiskFullError when nothing can be written there.
     """
-    refuse_foreign_folder(folder, {*what_fits, ".lock*"})
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder):
+    with translate_disk_full(directory):
+        file = open(directory / ".lock-summary", "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _lock_files(directory: Path) -> list[Path]:
+    return [path for pattern in (".lock-s[0-9]*", ".lock") for path in sorted(directory.glob(pattern))]
 
 
 def _take(file: TextIO) -> bool:
@@ -81,35 +109,19 @@ def _take(file: TextIO) -> bool:
     return True
 
 
-def _is_held(folder: Path, file: TextIO) -> FolderConflictError:
-    file.seek(0)
+def _holder(path: Path) -> dict[str, object] | None:
+    """What the run that holds this lock says of itself; None when nobody holds it."""
+    with open(path, "r+", encoding="utf-8") as file:  # network file systems lock only what may be written
+        if _take(file):
+            return None
+        try:
+            return dict(json.load(file))
+        except (ValueError, TypeError):
+            return {}
+
+
+def _is_held(directory: Path, holder: dict[str, object]) -> FolderConflictError:
     return FolderConflictError(
-        f"{folder} is being written by another run: {file.read().strip() or 'an unknown run'}",
+        f"{directory} is being written by another run: {json.dumps(holder) if holder else 'an unknown run'}",
         "wait for it, stop it, or name another --output-dir",
     )
-
-
-def _refuse_other_split(folder: Path, path: Path, parts: int) -> None:
-    """Raise FolderConflictError if a run holds `path` that is no part of a split into as many."""
-    with open(path, "r+", encoding="utf-8") as file:
-        if _take(file):
-            return
-        try:
-            theirs = json.load(file).get("parts", 1)
-        except ValueError:
-            theirs = 1
-        if theirs != parts or parts == 1:
-            raise _is_held(folder, file)
-
-
-@contextmanager
-def closing_time(folder: Path) -> Iterator[None]:
-    """One run at a time looks at a store and writes what it found: parts (`--shard i/n`) may begin or end in the same second.
-
-    Raises InputError or DiskFullError when nothing can be written there.
-    """
-    with writing_to(folder):
-        held = open(folder / ".lock-summary", "w", encoding="utf-8")  # noqa: SIM115 - closed below
-    with held as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -56,7 +56,7 @@ def check_target(model_path: str, prepared_data: str | None, output_dir: Path | 
     rows = [preflight.check_model(info), check_gpu_memory(info.weight_bytes, ranks)]
     if prepared_data is not None:
         from eyas.data.dataset import open_dataset
-        from eyas.store.states import StoreSpec
+        from eyas.store.format import StoreSpec
         from eyas.target.layers import resolve_layer_ids
 
         try:

@@ -132,7 +132,7 @@ def extract(
     rehearsal: Annotated[
         str, typer.Option(help="Gate 2 first: auto (before long loads), always or never (engine vllm).")
     ] = "auto",
-    shard: Annotated[str | None, typer.Option(help="i/n: extract the i-th of n parts into one shared store.")] = None,
+    part: Annotated[str | None, typer.Option(help="i/n: extract the i-th of n parts into one shared store.")] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of GPU memory for the engine (engine vllm).")
     ] = 0.9,
@@ -203,7 +203,7 @@ def verify(
     from eyas.base.errors import StoreError
     from eyas.base.manifest import read_manifest
     from eyas.gates.verification import verify as run
-    from eyas.store.states import FORMAT_VERSION, KIND
+    from eyas.store.format import FORMAT_VERSION, KIND
     from eyas.views import console
 
     report = run(store, model_path, recompute=recompute, seed=seed, device=device, trust_remote_code=trust_remote_code)

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from eyas.base.errors import InputError, StoreError
-from eyas.base.manifest import MANIFEST, content_hash, read_manifest
+from eyas.base.files import content_hash
+from eyas.base.manifest import MANIFEST, read_manifest
 
 KIND = "eyas.dataset"
 FORMAT_VERSION = 1
@@ -340,7 +341,8 @@ class DatasetWriter:
 
     def close(self, **fields: Any) -> dict[str, Any]:
         """Finish the files and write `manifest.json` with `fields` (source, tokenizer, template, counts). Returns the manifest."""
-        from eyas.base.manifest import made_by, now, write_json
+        from eyas.base.files import write_json
+        from eyas.base.manifest import made_by, now
 
         self.finish_files()
         manifest = {

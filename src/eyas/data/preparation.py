@@ -29,8 +29,9 @@ from typing import Any
 import numpy as np
 
 from eyas.base.errors import EyasError, FolderConflictError, InputError
+from eyas.base.files import write_json
 from eyas.base.locks import only_writer
-from eyas.base.manifest import MANIFEST, differing_fields, read_manifest, write_json
+from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
 from eyas.data.conversations import DataSource, RawRow, check_columns, read_rows
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.data.rows import Piece, PrepareSettings, RowMaker, RowResult, is_heldout

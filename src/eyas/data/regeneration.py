@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import FolderConflictError, InputError
+from eyas.base.files import write_json
 from eyas.base.locks import only_writer
-from eyas.base.manifest import MANIFEST, differing_fields, write_json
+from eyas.base.manifest import MANIFEST, differing_fields
 from eyas.data.chat_template import ChatTemplate, MaskError, MaskSettings
 from eyas.data.conversations import Conversation, DataSource, RawRow, RowError, check_columns, parse_row, read_rows
 from eyas.data.dataset import DatasetWriter, Sample

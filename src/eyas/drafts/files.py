@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eyas.base.disk_full import disk_full_named
 from eyas.base.errors import FolderConflictError, StoreError
-from eyas.base.manifest import MANIFEST, content_hash, made_by, now, read_manifest, write_json
+from eyas.base.files import content_hash, translate_disk_full, write_json
+from eyas.base.manifest import MANIFEST, made_by, now, read_manifest
 from eyas.drafts.eagle3.init import DraftVocabulary
 from eyas.drafts.eagle3.model import Draft, DraftConfig
 
@@ -50,7 +50,7 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    with disk_full_named(folder, sum(x.nbytes for x in weights.values()), temporary):
+    with translate_disk_full(folder, sum(x.nbytes for x in weights.values()), temporary):
         save_file(weights, temporary, metadata={"format": "pt", "kind": KIND})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

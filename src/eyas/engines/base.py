@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from eyas.base.check import Check
 from eyas.data.dataset import Sample
-from eyas.store.states import StoreSpec
+from eyas.store.format import StoreSpec
 
 
 @dataclass(frozen=True)

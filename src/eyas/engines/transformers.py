@@ -20,12 +20,12 @@ import torch
 
 from eyas.base.check import Check
 from eyas.base.errors import ContractError, EngineError, EyasError, InputError
+from eyas.base.part import WHOLE, Part
 from eyas.data.dataset import Sample
 from eyas.engines import packed_attention
 from eyas.engines.base import CaptureResult, Progress
-from eyas.extraction.batches import replica_name
 from eyas.store.checksums import row_sums
-from eyas.store.states import DTYPES, StoreSpec
+from eyas.store.format import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
 from eyas.target.model_files import LOADING, ModelInfo, human_bytes
 
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 class TransformersSettings:
     """`dtype`: auto | bfloat16 | float32 | float16. `device`: auto | cpu | cuda | cuda:1 ... `threads`: CPU threads, None = chosen.
 
-    `replica`: (i, n) of `--shard i/n`, in the names of the shards.
+    `part`: of `--part i/n`, in the names of the shards.
     """
 
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     trust_remote_code: bool = False
-    replica: tuple[int, int] = (0, 1)
+    part: Part = WHOLE
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class TransformersEngine:
         writer = ShardWriter(
             folder,
             spec,
-            f"{replica_name(self.settings.replica)}r000",
+            f"{self.settings.part.name}r000",
             shard_bytes=shard_bytes,
             buffers=4 if on_gpu else 2,
             threads=2 if on_gpu else 1,

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from eyas.base.errors import ContractError, FolderConflictError, InputError, StoreError
-from eyas.base.manifest import MANIFEST, differing_fields, made_by, now, write_json
+from eyas.base.files import write_json
+from eyas.base.manifest import MANIFEST, differing_fields, made_by, now
 from eyas.data.prompts import PromptSet, load_prompts
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import load_draft
@@ -233,7 +234,7 @@ def explain(
     damage: what was found wrong with the store's content before.
     """
     from eyas.evaluation import diagnosis
-    from eyas.store.states import open_states
+    from eyas.store.reader import open_states
 
     findings = [diagnosis.Finding(diagnosis.CONTENT, False, damage)] if damage else []
     store = _store_path(manifest)
@@ -349,7 +350,7 @@ def read_replies(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
         StoreError: it is neither, or a sample is not what was written.
     """
     from eyas.data.dataset import open_dataset
-    from eyas.store.states import open_states
+    from eyas.store.reader import open_states
     from eyas.views.dataset_view import is_dataset
 
     if is_dataset(path):

@@ -18,7 +18,7 @@ import torch
 
 from eyas.evaluation.decode import Target
 from eyas.gates.evidence import row_relative_l2
-from eyas.store.states import States, StateSample
+from eyas.store.reader import States, StateSample
 from eyas.target.layers import describe_layer
 from eyas.target.teacher import TargetParts, Teacher, final_norm
 

@@ -30,9 +30,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eyas.base.disk_full import disk_full_named
 from eyas.base.errors import InputError
-from eyas.base.manifest import refuse_foreign_folder, write_json
+from eyas.base.files import translate_disk_full, validate_output_directory, write_json
 from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
 from eyas.drafts.files import DRAFT_FILES, draft_weights, load_draft, refuse_other_draft, save_draft
 from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
@@ -75,7 +74,7 @@ def export(
     folder = Path(output_dir)
     if folder.resolve() == Path(draft).resolve():
         raise InputError(f"{folder} is the draft itself", "name another --output-dir")
-    refuse_foreign_folder(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
+    validate_output_directory(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
     model, manifest = load_draft(draft)
     if format == "eyas":
         kept = {
@@ -99,7 +98,7 @@ def export(
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-    with disk_full_named(folder, sum(x.nbytes for x in weights.values()), temporary):
+    with translate_disk_full(folder, sum(x.nbytes for x in weights.values()), temporary):
         save_file(weights, temporary, metadata={"format": "pt"})
         os.replace(temporary, folder / "model.safetensors")
     build = speculators_config if format == "speculators" else engine_config

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import MANIFEST, content_hash, refuse_foreign_folder
+from eyas.base.files import content_hash, validate_output_directory
+from eyas.base.manifest import MANIFEST
 from eyas.drafts.eagle3.init import rope_of
 from eyas.drafts.eagle3.model import ROPE_KINDS, Draft, DraftConfig, rope_frequencies
 from eyas.drafts.files import (
@@ -237,7 +238,7 @@ def import_draft(
     """
     source, output_dir = Path(source), Path(output_dir)
     _refuse_own_folder(source)
-    refuse_foreign_folder(output_dir, DRAFT_FILES)
+    validate_output_directory(output_dir, DRAFT_FILES)
     info = describe_model(resolve_model_path(model_path), model_path)
     found = read_foreign_draft(source)
     try:

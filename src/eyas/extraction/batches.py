@@ -10,18 +10,6 @@ from eyas.base.errors import InputError
 from eyas.data.dataset import Sample, TokenDataset
 
 
-def in_share(sample_id: str, replica: tuple[int, int]) -> bool:
-    """Whether a sample belongs to the i-th of n parts of a dataset: by its id alone, the same on every host."""
-    part, parts = replica
-    # The id's last digits; the ranks of one engine divide theirs by CRC-32, and two splits by one hash would leave ranks idle.
-    return parts == 1 or int(sample_id[-12:], 16) % parts == part
-
-
-def replica_name(replica: tuple[int, int]) -> str:
-    """`s003` of `--shard 3/8`, in the names of the files of that part; empty when there is one run."""
-    return f"s{replica[0]:03d}" if replica[1] > 1 else ""
-
-
 def plan_batches(
     lengths: np.ndarray, positions: np.ndarray, batch_tokens: int, batch_size: int | None
 ) -> list[list[int]]:

@@ -22,22 +22,24 @@ import numpy as np
 
 from eyas.base.check import Check
 from eyas.base.errors import EXIT_INCOMPLETE, EXIT_INTERRUPTED, FolderConflictError, InputError, StoreError
-from eyas.base.locks import closing_time, lock_folder
-from eyas.base.manifest import MANIFEST, now, refuse_foreign_folder, writing_to
+from eyas.base.files import translate_disk_full, validate_output_directory
+from eyas.base.locks import lock_directory, manifest_lock
+from eyas.base.manifest import MANIFEST, now
+from eyas.base.part import Part
 from eyas.base.stop_request import StopRequest, stoppable
 from eyas.data.dataset import TokenDataset, open_dataset
 from eyas.engines.base import Engine, Progress
-from eyas.extraction.batches import in_share, pick_parity_samples, plan_batches, read_batches, replica_name
+from eyas.extraction.batches import pick_parity_samples, plan_batches, read_batches
 from eyas.gates import machine, preflight
 from eyas.gates.parity import check_parity
-from eyas.store.states import (
+from eyas.store.format import (
     LEDGER,
     STORE_DTYPES,
     STORE_FILES,
     StoreSpec,
     distinct_samples,
     finished_shards,
-    refuse_other_states,
+    validate_same_states,
     write_store_manifest,
 )
 from eyas.store.writer import DEFAULT_SHARD_BYTES
@@ -71,7 +73,7 @@ class ExtractSettings:
         gpu_memory_utilization, distributed_executor_backend (mp | ray), enforce_eager, load_format (auto | dummy), capture (aux |
         hooks | native), trace (record the hops of the first steps).
         rehearsal: auto (before loads of more than `REHEARSE_BYTES`) | always | never: gate 2, engine `vllm`.
-        shard: `i/n`, this run extracts the i-th of n parts of the dataset; n runs write into one store side by side.
+        part: `i/n`, this run extracts the i-th of n parts of the dataset; n runs write into one store side by side.
     """
 
     model_path: str
@@ -101,20 +103,13 @@ class ExtractSettings:
     load_format: str = "auto"
     capture: str = "aux"
     trace: bool = False
-    shard: str | None = None
+    part: str | None = None
     rehearsal: str = "auto"
 
     @property
-    def replica(self) -> tuple[int, int]:
-        """(i, n) of `--shard i/n`; (0, 1) without. Raises InputError for anything that is not i/n with 0 <= i < n."""
-        if self.shard is None:
-            return 0, 1
-        left, _, right = self.shard.partition("/")
-        if not (left.isdigit() and right.isdigit() and int(left) < int(right)):
-            raise InputError(
-                f"--shard {self.shard} is not i/n with 0 <= i < n", "for example --shard 0/4 on the first of 4 hosts"
-            )
-        return int(left), int(right)
+    def parts(self) -> Part:
+        """`part`, read. Raises InputError as `Part.parse`."""
+        return Part.parse(self.part)
 
 
 @dataclass(frozen=True)
@@ -179,9 +174,9 @@ def extract(
         rehearsed = rehearse(on_stage=lambda line: say(f"rehearsal: {line}"), **options)
         say(f"rehearsal passed in {rehearsed.seconds:.0f} s: {rehearsed.path}")
     folder = Path(settings.output_dir)
-    with writing_to(folder):
+    with translate_disk_full(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder, settings.replica), stoppable() as stop:
+    with lock_directory(folder, settings.parts), stoppable() as stop:
         if _what_is_there(folder) != job.there:
             job.engine.close()
             job = plan(settings)  # a run that ended, or another part that began, between the plan and the lock
@@ -224,7 +219,7 @@ def plan(settings: ExtractSettings) -> Job:
     )
     dataset = open_dataset(settings.prepared_data)
     folder = Path(settings.output_dir)
-    refuse_foreign_folder(folder, STORE_FILES)
+    validate_output_directory(folder, STORE_FILES)
     there = _what_is_there(folder)
 
     dtype = info.dtype if settings.dtype == "auto" else settings.dtype
@@ -242,7 +237,7 @@ def plan(settings: ExtractSettings) -> Job:
         "path": str(Path(settings.prepared_data).resolve()),
     }
     spec = StoreSpec(info.for_manifest(), tuple(layer_ids), dtype, store_dtype, identity)
-    earlier = refuse_other_states(folder, spec)
+    earlier = validate_same_states(folder, spec)
 
     # Rounding depends on the number of threads and on which samples share a row: a resumed run takes the first run's.
     threads, batch_tokens, batch_size = settings.threads, settings.batch_tokens, settings.batch_size
@@ -263,7 +258,7 @@ def plan(settings: ExtractSettings) -> Job:
     }
     spec = StoreSpec(spec.model, spec.layer_ids, dtype, store_dtype, identity, engine.description, capture)
 
-    mine = np.array([in_share(one, settings.replica) for one in dataset.ids])
+    mine = np.array([settings.parts.holds(one) for one in dataset.ids])
     fitting = np.flatnonzero(mine & (dataset.lengths <= max_seq_len))
     too_long = [
         (dataset.ids[i], f"{int(dataset.lengths[i])} tokens, longer than --max-seq-len {max_seq_len}")
@@ -377,9 +372,7 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
 
         return TransformersEngine(
             info,
-            TransformersSettings(
-                settings.dtype, settings.device, threads, settings.trust_remote_code, settings.replica
-            ),
+            TransformersSettings(settings.dtype, settings.device, threads, settings.trust_remote_code, settings.parts),
         )
     from eyas.engines.vllm.engine import VllmEngine, VllmSettings
 
@@ -402,7 +395,7 @@ def make_engine(settings: ExtractSettings, info: ModelInfo, threads: int | None,
             quick_start=settings.rehearsal == IS_REHEARSAL,
             capture=settings.capture,
             trace_steps=TRACED_STEPS if settings.trace else 0,
-            replica=settings.replica,
+            part=settings.parts,
             shared_folder=Path(settings.output_dir).resolve() if over_ray else None,
         )
     )
@@ -418,7 +411,7 @@ def _run(
     import time
 
     settings, dataset, engine = job.settings, job.dataset, job.engine
-    part = replica_name(settings.replica)
+    part = settings.parts.name
     for half in folder.glob(f"shard-{part}r*.tmp" if part else "shard-*.tmp"):
         log.info("removing half-written %s: it does not count (fault F10)", half.name)
         half.unlink()
@@ -433,8 +426,8 @@ def _run(
     seconds = 0.0
     done_now = Progress(0, 0, 0)
     if todo:
-        with closing_time(folder):
-            refuse_other_states(folder, job.spec)  # another part may have opened the folder since the plan
+        with manifest_lock(folder):
+            validate_same_states(folder, job.spec)  # another part may have opened the folder since the plan
             write_store_manifest(folder, job.spec, "open", parity=parity)
         say(f"loading {job.info.id} ({job.spec.dtype}, {engine.name})")
         try:
@@ -443,7 +436,7 @@ def _run(
             say("parity")
             chosen = pick_parity_samples(dataset.lengths, job.batches, settings.parity_samples)
             parity = check_parity(engine, next(read_batches(dataset, [chosen], job.info.vocab_size)))
-            with closing_time(folder):
+            with manifest_lock(folder):
                 write_store_manifest(folder, job.spec, "open", parity=parity)
             say(f"extracting {len(new)} samples, {new_tokens} tokens")
             begun = time.monotonic()
@@ -469,7 +462,7 @@ def _run(
             interrupted = result.interrupted and done_now.samples < len(new)
         finally:
             engine.close()
-    with closing_time(folder):
+    with manifest_lock(folder):
         return _finish(job, folder, rejected, parity if todo else None, interrupted, done_now, seconds)
 
 
@@ -483,16 +476,16 @@ def _finish(
     seconds: float,
 ) -> ExtractReport:
     """Sum up the store: ledger and manifest. `parity`: of this run, None for a run that had nothing to do."""
-    earlier = refuse_other_states(folder, job.spec) or {}
+    earlier = validate_same_states(folder, job.spec) or {}
     headers = finished_shards(folder)
     there = distinct_samples(headers)
     reasons = dict(rejected)
-    replica = job.settings.replica
-    others = [one for one in job.dataset.ids if not in_share(one, replica)]
+    own = job.settings.parts
+    others = [one for one in job.dataset.ids if not own.holds(one)]
     if not interrupted:
         # Whatever neither lies in a shard nor has a reason was lost on the way: that is never passed over in silence (F16).
         for one in job.dataset.ids:
-            if one not in there and one not in reasons and in_share(one, replica):
+            if one not in there and one not in reasons and own.holds(one):
                 reasons[one] = "no states came out of the engine for it, and no reason (fault F16)"
     told = read_ledger(folder)
     reasons |= {one: told[one] for one in others if one in told}

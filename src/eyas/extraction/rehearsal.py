@@ -188,7 +188,7 @@ def rehearse(
             "with_final": False,
             "load_format": "dummy",
             "trace": True,
-            "shard": None,
+            "part": None,
             "rehearsal": IS_REHEARSAL,
         }
         dtype = info.dtype if options.get("dtype", "auto") == "auto" else options["dtype"]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from eyas.base.check import Check
 from eyas.base.errors import InputError, PreflightError
+from eyas.base.locks import abandoned
 from eyas.base.manifest import package_version
 from eyas.data.dataset import TokenDataset
-from eyas.store.states import StoreSpec
+from eyas.store.format import StoreSpec
 from eyas.target.model_files import ModelInfo, free_bytes, human_bytes
 
 
@@ -100,13 +101,11 @@ def check_disk(folder: Path, spec: StoreSpec, tokens: int) -> Check:
 
 
 def check_leftovers(folder: Path) -> Check:
-    """Half-written shards of an earlier run; they are removed when the run has the folder to itself."""
-    half = sorted(folder.glob("shard-*.tmp")) if folder.is_dir() else []
+    """Half-written shards of an earlier run (not of parts that are being written); a run removes its own."""
+    half = abandoned(folder, "shard-*.tmp")
     if half:
         return Check(
-            "leftovers",
-            "WARN",
-            f"{len(half)} half-written shards of a killed run (fault F10): they are removed, their samples made anew",
+            "leftovers", "WARN", f"{len(half)} half-written shards of a killed run are removed, their samples made anew"
         )
     return Check("leftovers", "OK", "no half-written shards")
 

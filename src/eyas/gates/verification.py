@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from eyas.base.errors import DiskFullError, EyasError, InputError, StoreError
-from eyas.base.locks import closing_time
+from eyas.base.locks import manifest_lock
 from eyas.base.manifest import differing_fields, now, read_manifest
 from eyas.data.dataset import Sample, sample_id
 from eyas.store.checksums import checksums_of
-from eyas.store.states import (
+from eyas.store.format import (
     FORMAT_VERSION,
     KIND,
     LEDGER,
@@ -29,11 +29,11 @@ from eyas.store.states import (
     StoreSpec,
     differences_from_manifest,
     open_shard,
-    open_states,
     read_shard_header,
     write_store_manifest,
     zero_states,
 )
+from eyas.store.reader import open_states
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import describe_layer
 from eyas.target.model_files import ModelInfo, describe_model
@@ -292,7 +292,7 @@ def _recompute(
 def _mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
     """Write the result into the manifest: of the store as it was read, never over what a run has written since."""
     try:
-        with closing_time(folder):
+        with manifest_lock(folder):
             there = read_manifest(folder, KIND, FORMAT_VERSION)
             if any(there.get(key) != manifest.get(key) for key in ("status", "created", "shards")):
                 report.problems.append(

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 from eyas.base.errors import EngineError, ParityError
 from eyas.data.dataset import Sample
 from eyas.gates.evidence import relative_l2
-from eyas.store.states import StoreSpec, open_states, write_store_manifest
+from eyas.store.format import StoreSpec, write_store_manifest
+from eyas.store.reader import open_states
 
 if TYPE_CHECKING:
     from eyas.engines.vllm.engine import VllmEngine
-    from eyas.store.states import States
+    from eyas.store.reader import States
 
 #: Weights up to this many bytes are loaded a second time, on the CPU, for the independent pass.
 REFERENCE_BYTES = 3 * 10**9
@@ -49,7 +50,7 @@ def engine_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, An
     """
     own = engine.settings
     info, dtype, random_weights = own.model, own.dtype, own.load_format == "dummy"
-    prefix = f".parity-{own.replica_name}" if own.shared_folder else "eyas-parity-"
+    prefix = f".parity-{own.part.name}" if own.shared_folder else "eyas-parity-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=own.shared_folder) as base:
         batched = _captured(engine, samples, Path(base) / "batched")
         ordered = sorted(samples, key=len)

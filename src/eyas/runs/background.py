@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from eyas.base.errors import FolderConflictError, InputError
-from eyas.base.manifest import now, write_json
+from eyas.base.files import write_json
+from eyas.base.manifest import now
 from eyas.runs.processes import RUN_ID_VARIABLE, host_name
 from eyas.runs.run import ASSIGNED_VARIABLE, RESUMES_VARIABLE, RunView, create, load
 

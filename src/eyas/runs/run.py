@@ -40,7 +40,8 @@ from eyas.base.errors import (
     InputError,
     StalledError,
 )
-from eyas.base.manifest import made_by, now, package_version, write_json, writing_to
+from eyas.base.files import translate_disk_full, write_json
+from eyas.base.manifest import made_by, now, package_version
 from eyas.runs import log_records, logs
 from eyas.runs.processes import RUN_ID_VARIABLE, Mark, gpu_memory_used, host_name, is_alive, this_process
 
@@ -206,9 +207,9 @@ def create(command: str, argv: list[str], run_dir: str | Path | None = None, run
         )
     if folder.exists() and any(folder.iterdir()):
         _put_earlier_run_aside(folder)
-    with writing_to(folder):
+    with translate_disk_full(folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    with writing_to(listed.parent):
+    with translate_disk_full(listed.parent):
         listed.parent.mkdir(parents=True, exist_ok=True)
     if folder != listed:
         listed.symlink_to(folder, target_is_directory=True)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eyas.base.errors import InputError, StalledError
-from eyas.base.manifest import now, write_json
+from eyas.base.files import write_json
+from eyas.base.locks import abandoned
+from eyas.base.manifest import now
 from eyas.runs.processes import (
     GpuUse,
     Mark,
@@ -276,28 +278,14 @@ def _end_time(view: RunView) -> float:
 
 
 def _half_shards(view: RunView) -> list[Leftover]:
-    """Temporary shards in the run's output folder, when nobody writes there now."""
+    """Temporary shards in the run's output directory that nobody writes now."""
     output = view.record.get("output_dir")
-    if not output or not Path(output).is_dir() or _is_held(Path(output)):
+    if not output or not Path(output).is_dir():
         return []
     return [
         Leftover("shard", view.id, f"{path} ({path.stat().st_size} bytes)", path=path)
-        for path in sorted(Path(output).glob("shard-*.tmp"))
+        for path in abandoned(Path(output), "shard-*.tmp")
     ]
-
-
-def _is_held(folder: Path) -> bool:
-    import fcntl
-
-    lock = folder / ".lock"
-    if not lock.exists():
-        return False
-    with open(lock, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def _of_unknown_runs(marked: dict[str, list[int]], known: set[str]) -> list[Leftover]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eyas.base.errors import StalledError
-from eyas.base.manifest import write_json
+from eyas.base.files import write_json
 from eyas.runs.processes import command_of, processes_of_run, state_letter
 
 if TYPE_CHECKING:

@@ -7,15 +7,12 @@ anyway: a sample costs no other byte of its shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-
-if TYPE_CHECKING:
-    from eyas.store.states import ShardHeader
 
 #: Hex digits of one sample's checksum (xxh3-64).
 DIGITS = 16
@@ -77,39 +74,16 @@ def checksum_metadata(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def read_sample_checksums(metadata: Mapping[str, str], wanted: set[str], samples: int) -> dict[str, str]:
-    """Tensor name -> checksums of its samples, from a shard's header; empty for a shard of an eyas that wrote none.
+def read_sample_checksums(text: str, wanted: set[str], samples: int) -> dict[str, str]:
+    """The entry `sample_checksums` of a shard's header: tensor name -> checksums of its samples.
 
     Raises:
         ValueError: other tensors than `wanted`, or not one checksum per sample.
     """
-    if "sample_checksums" not in metadata:
-        return {}
-    found = json.loads(metadata["sample_checksums"])
+    found = json.loads(text)
     if not isinstance(found, dict) or set(found) != wanted:
         raise ValueError(f"sample_checksums must name {', '.join(sorted(wanted))}")
-    for name, text in found.items():
-        if not isinstance(text, str) or len(text) != DIGITS * samples or set(text) - set("0123456789abcdef"):
+    for name, digits in found.items():
+        if not isinstance(digits, str) or len(digits) != DIGITS * samples or set(digits) - set("0123456789abcdef"):
             raise ValueError(f"sample_checksums of {name} must be {samples} times {DIGITS} hex digits")
     return found
-
-
-def states_changed(header: ShardHeader, file: Any, at: int, layer_ids: Sequence[int]) -> str | None:
-    """Where the states of the shard's sample `at` are not what was written (of these layers), or None.
-
-    In a shard without checksums by sample all samples are compared at once.
-    """
-    rows = slice(int(header.offsets[at]), int(header.offsets[at + 1]))
-    parts = ("hidden", "scale") if header.metadata["store_dtype"] == "fp8" else ("hidden",)
-    for name in [f"{part}.{i}" for i in layer_ids for part in parts]:
-        if header.sample_checksums:
-            want = header.sample_checksums[name][DIGITS * at : DIGITS * (at + 1)]
-            got, where = rows_checksum(file.get_tensor(name)[rows]), f"sample {header.sample_ids[at]}, {name}"
-        else:
-            want, got = header.checksums[name], tensor_checksum(file.get_tensor(name))
-            where = (
-                f"one of its {len(header.sample_ids)} samples (sample {header.sample_ids[at]} was asked for), {name}"
-            )
-        if got != want:
-            return f"{where}: the checksum is {got}, its header says {want}"
-    return None

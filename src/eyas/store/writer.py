@@ -2,10 +2,10 @@
 
 A writer owns a few host buffers, one [capacity, H] tensor per layer each (pinned when the states come from a GPU). Samples reserve
 rows, whoever computes copies states into them (in chunks, in any order, asynchronously), and when every sample of a full buffer is
-there a thread checks it, hashes it and writes it: `<name>.tmp`, flushed, fsynced, renamed, folder fsynced. When all buffers are
+complete a thread checks it, hashes it and writes it: `<name>.tmp`, flushed, fsynced, renamed, directory fsynced. When all buffers are
 waiting for the disk, `reserve` waits: a slow disk slows the engine down and never fills RAM.
 
-What is checked of every shard on its way out: each state finite, no row all zero (faults F4, F9); where norms and sums were computed
+What is checked of every shard on its way out: each state finite, no row all zero; where norms and sums were computed
 beside the states on a GPU, that every row of the host copy has the same sum (a copy that never happened holds an earlier sample's rows).
 """
 
@@ -18,19 +18,19 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from eyas.base.errors import ContractError, DiskFullError, StoreError, is_disk_full
-from eyas.base.manifest import fsync_folder
+from eyas.base.errors import ContractError, StoreError
+from eyas.base.files import fsync_directory, translate_disk_full
 from eyas.data.dataset import Sample
 from eyas.store.checksums import checksum_metadata, row_sums
-from eyas.store.states import DTYPES, StoreSpec, ids_to_words, zero_states
+from eyas.store.format import DTYPES, StoreSpec, ids_to_words, zero_states
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ShardWriter:
     """One writer of a store: one per process (rank). Not for several threads on the calling side.
 
     Args:
-        folder: the store; must exist.
+        directory: the store; must exist.
         spec: what the store holds.
         name: names the shards, `shard-<name>-<seq>`; unique among the writers of a store.
         shard_bytes: aimed at per shard; a longer sample gets a shard of its own.
@@ -110,7 +110,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         spec: StoreSpec,
         name: str = "r000",
         *,
@@ -121,7 +121,7 @@ class ShardWriter:
         on_device: bool = False,
         on_shard: Callable[[dict[str, Any]], None] | None = None,
     ):
-        self.folder, self.spec, self.name = Path(folder), spec, name
+        self.directory, self.spec, self.name = Path(directory), spec, name
         self.capacity = max(1, shard_bytes // spec.bytes_per_token)
         self.shards: list[dict[str, Any]] = []
         self.rejected: list[tuple[str, str]] = []
@@ -135,19 +135,13 @@ class ShardWriter:
         self._completed = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._queue: SimpleQueue[_Buffer | None] = SimpleQueue()
-        taken = [int(p.name.split("-")[-1].split(".")[0]) for p in self.folder.glob(f"shard-{name}-*.safetensors")]
+        taken = [int(p.name.split("-")[-1].split(".")[0]) for p in self.directory.glob(f"shard-{name}-*.safetensors")]
         self._sequence = max(taken, default=-1) + 1
         if pin:
             # Page-locking takes a second per few gigabytes: now, not in the middle of the run.
             self._buffers = [self._allocate(self.capacity) for _ in range(self._max_buffers)]
             self._free = list(self._buffers)
-        self._threads = [
-            threading.Thread(target=self._write_buffers, name=f"shards-{name}-{i}", daemon=True)
-            for i in range(max(1, threads))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(max(1, threads), thread_name_prefix=f"shards-{name}")
 
     # -- the computing side
 
@@ -203,10 +197,7 @@ class ShardWriter:
         """
         self.finish_open_shard()
         stuck = [slot.sample.id for b in self._buffers if b.open_slots for slot in b.slots]
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
         self._raise_error()
         if stuck:
             raise StoreError(
@@ -217,7 +208,7 @@ class ShardWriter:
         if written + len(self.rejected) != self._completed:
             raise StoreError(
                 f"{self._completed} samples were captured, {written} written and {len(self.rejected)} rejected",
-                "the writing thread died; see the log. Run the same command again: finished shards are kept",
+                "the writing thread died; see the log. Rerun the same command: finished shards are kept",
             )
         return {
             "samples": written,
@@ -229,8 +220,7 @@ class ShardWriter:
     def give_up(self, error: BaseException) -> None:
         """Stop after an error on the computing side: nothing more is written, the threads end, finished shards stay."""
         self._error = self._error or error
-        for _ in self._threads:
-            self._queue.put(None)
+        self._threads.shutdown(wait=False)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -242,9 +232,9 @@ class ShardWriter:
         self._pass_on(buffer)
 
     def _pass_on(self, buffer: _Buffer) -> None:
-        if buffer.sealed and buffer.open_slots == 0:
+        if buffer.sealed and buffer.open_slots == 0 and self._error is None:
             self._writing += 1
-            self._queue.put(buffer)
+            self._threads.submit(self._write_buffer, buffer)
 
     def _next_buffer(self, length: int) -> _Buffer:
         """A free buffer of at least `length` rows, a new one, or the wait for one. Called with the lock held."""
@@ -277,36 +267,35 @@ class ShardWriter:
 
     # -- the writing side
 
-    def _write_buffers(self) -> None:
-        while (buffer := self._queue.get()) is not None:
-            try:
-                if self._error is None and buffer.slots:
-                    for ready in buffer.waits:
-                        ready.synchronize()
-                    self._leave_out_unusable(buffer)
-                if self._error is None and buffer.slots:
-                    entry = self._write(buffer)
-                    self.shards.append(entry)
-                    if self._on_shard is not None:
-                        self._on_shard(entry)
-            except BaseException as error:  # noqa: BLE001 - carried to the computing side, which raises it
-                self._error = error
-                log.error("writing shard %s failed: %s", self._sequence, error)
-            with self._changed:
-                buffer.used, buffer.sealed = 0, False
-                buffer.slots, buffer.waits, buffer.statistics = [], [], {}
-                self._writing -= 1
-                if buffer in self._buffers and len(self._buffers) > self._max_buffers:
-                    self._buffers.remove(buffer)
-                elif buffer in self._buffers:
-                    self._free.append(buffer)
-                self._changed.notify_all()
+    def _write_buffer(self, buffer: _Buffer) -> None:
+        try:
+            if self._error is None and buffer.slots:
+                for ready in buffer.waits:
+                    ready.synchronize()
+                self._leave_out_unusable(buffer)
+            if self._error is None and buffer.slots:
+                entry = self._write(buffer)
+                self.shards.append(entry)
+                if self._on_shard is not None:
+                    self._on_shard(entry)
+        except BaseException as error:  # noqa: BLE001 - carried to the computing side, which raises it
+            self._error = self._error or error
+            log.error("writing shard %s failed: %s", self._sequence, error)
+        with self._changed:
+            buffer.used, buffer.sealed = 0, False
+            buffer.slots, buffer.waits, buffer.statistics = [], [], {}
+            self._writing -= 1
+            if buffer in self._buffers and len(self._buffers) > self._max_buffers:
+                self._buffers.remove(buffer)
+            elif buffer in self._buffers:
+                self._free.append(buffer)
+            self._changed.notify_all()
 
     def _leave_out_unusable(self, buffer: _Buffer) -> None:
-        """Check every state of a full buffer; drop samples with NaN or Inf (F9), raise ContractError for anything systematic.
+        """Check every state of a full buffer; drop samples with NaN or Inf, raise ContractError for anything systematic.
 
         A few samples may overflow in low precision without anything being wrong with the capture: they go to the ledger. An
-        all-zero state (F4), or more than a few bad samples, is a capture that does not work.
+        all-zero state, or more than a few bad samples, is a capture that does not work.
         """
         reasons: dict[str, str] = {}
         for position, i in enumerate(self.spec.layer_ids):
@@ -320,13 +309,13 @@ class ShardWriter:
                 zero = zero_states(i, norms).nonzero()
                 if len(zero):
                     raise ContractError(
-                        f"{where} {int(zero[0])}: the state is all zero (fault F4); {len(zero)} of the sample's {len(norms)} rows are",
+                        f"{where} {int(zero[0])}: the state is all zero; {len(zero)} of the sample's {len(norms)} rows are",
                         "the capture of this layer does not work; run again with --trace and look at the hops of this layer",
                     )
                 odd = (~torch.isfinite(norms)).nonzero()
                 if len(odd):
                     reasons.setdefault(
-                        slot.sample.id, f"{where} {int(odd[0])}: not finite; {len(odd)} of {len(norms)} rows (fault F9)"
+                        slot.sample.id, f"{where} {int(odd[0])}: not finite; {len(odd)} of {len(norms)} rows"
                     )
                 buffer.statistics.setdefault(i, []).append(norms)
         with self._changed:  # several threads write
@@ -334,7 +323,7 @@ class ShardWriter:
             failed, samples = sum(self._recent), len(self._recent)
         if reasons and too_many_failed(failed, samples):
             raise ContractError(
-                f"{failed} of the last {samples} samples have states that are not finite (fault F9); one of them: {next(iter(reasons.values()))}",
+                f"{failed} of the last {samples} samples have states that are not finite; one of them: {next(iter(reasons.values()))}",
                 "this is no rare overflow: check the weights (`eyas verify`), or run with --dtype float32 or bfloat16",
             )
         if reasons:
@@ -372,12 +361,12 @@ class ShardWriter:
                 tensors[f"hidden.{i}"] = rows
         metadata = {**self.spec.metadata(), **checksum_metadata(tensors), "norms": json.dumps(statistics)}
         with self._changed:
-            path = self.folder / f"shard-{self.name}-{self._sequence:05d}.safetensors"
+            path = self.directory / f"shard-{self.name}-{self._sequence:05d}.safetensors"
             self._sequence += 1
         if path.exists():
             raise StoreError(
-                f"{path} is there already: another process writes shards of this name (fault F11)",
-                "two runs share the folder; let one end, then run the same command again: it makes what is missing",
+                f"{path} exists already: another process writes shards of this name",
+                "two runs share the directory; let one end, then rerun the same command: it makes what is missing",
             )
         write_shard_file(path, tensors, metadata)
         return {
@@ -395,7 +384,7 @@ def _compare_host_copy(slot: Slot, layer: int, sums: torch.Tensor) -> None:
     if len(off):
         raise ContractError(
             f"layer {layer}, sample {slot.sample.id}, position {int(off[0])}: the host copy is not what was computed on the device; "
-            f"{len(off)} of the sample's {len(sums)} rows differ (fault F2)",
+            f"{len(off)} of the sample's {len(sums)} rows differ",
             "the copy to the host is out of order; run again with --trace and report it",
         )
 
@@ -403,30 +392,23 @@ def _compare_host_copy(slot: Slot, layer: int, sums: torch.Tensor) -> None:
 def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write `<path>.tmp`, flush it to the disk, rename it: a reader sees all of a shard or nothing.
 
-    Raises DiskFullError (the temporary file is removed) or StoreError.
+    Raises DiskFullError (the temporary file is removed), InputError or StoreError.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "xb", buffering=0) as file:
+        with open(temporary, "xb", buffering=0) as file, translate_disk_full(path.parent, partial=temporary):
             write_safetensors(file, tensors, metadata)
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        fsync_folder(path.parent)
-    except FileExistsError as error:
+        fsync_directory(path.parent)
+    except FileExistsError:
         raise StoreError(
-            f"{temporary} is being written by another process (fault F11)",
-            "two runs share the folder; let one end, then run the same command again",
-        ) from error
+            f"{temporary} is half-written: another process writes shards of this name",
+            "two runs share the directory; let one end, then rerun the same command",
+        ) from None
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if is_disk_full(error):
-            raise DiskFullError(
-                f"no space left for {path.name} in {path.parent}",
-                "free some space and run the same command again: finished shards are kept",
-            ) from error
         raise StoreError(
-            f"{path} could not be written: {error}",
-            "check the disk and the folder's rights, then run the same command again",
+            f"{path} could not be written: {error}", "check the disk, then rerun the same command"
         ) from error
 
 
@@ -444,8 +426,8 @@ _DTYPE_NAMES = {
 def write_safetensors(file: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write contiguous tensors in the safetensors format straight from their memory.
 
-    `safetensors.torch.save_file` copies every tensor into Python bytes first: twice the memory. Here the system calls run beside
-    the engine's own thread. (One file's tensors are not written side by side: the kernel locks a file for each write.)
+    `safetensors.torch.save_file` (0.8) is as quick, but writes a hidden file of its own with rights for one user alone, and a killed
+    run leaves that behind without a name that says whose it is.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}

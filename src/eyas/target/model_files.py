@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import content_hash
+from eyas.base.files import content_hash
 
 #: transformers loads in one thread at a time: while it does, it alters its own classes, and another thread's weights go missing.
 LOADING = threading.RLock()

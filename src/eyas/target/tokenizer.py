@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import content_hash
+from eyas.base.files import content_hash
 from eyas.data.chat_template import ChatTemplate
 
 

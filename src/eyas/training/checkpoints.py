@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from eyas.base.disk_full import disk_full_named
 from eyas.base.errors import StoreError
-from eyas.base.manifest import fsync_folder, write_json
+from eyas.base.files import fsync_directory, translate_disk_full, write_json
 from eyas.drafts.eagle3.model import DraftConfig
 from eyas.drafts.files import kept_weights
 
@@ -67,7 +66,7 @@ def save_checkpoint(
     work = folder / f".tmp-step-{step:08d}"
     need = 3 * sum(x.nbytes for x in weights.values())  # with the two moments
     folder.mkdir(parents=True, exist_ok=True)
-    with disk_full_named(folder, need, work):
+    with translate_disk_full(folder, need, work):
         if accelerator.is_main_process:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
@@ -83,7 +82,7 @@ def save_checkpoint(
                     os.fsync(file.fileno())
             shutil.rmtree(final, ignore_errors=True)
             os.rename(work, final)
-            fsync_folder(folder)
+            fsync_directory(folder)
             for old in list_checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
     accelerator.wait_for_everyone()

@@ -28,7 +28,7 @@ import torch
 
 from eyas.base.errors import InputError
 from eyas.drafts.packing import Batch, pack
-from eyas.store.states import States
+from eyas.store.reader import States
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from eyas.base.errors import InputError, StoreError
 from eyas.base.manifest import differing_fields
 from eyas.drafts.losses import loss_rows
 from eyas.gates.mark import read_mark
-from eyas.store.states import States
+from eyas.store.reader import States
 from eyas.target.layers import default_aux_layers, describe_layer
 from eyas.target.model_files import ModelInfo
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import package_version, write_json
+from eyas.base.files import write_json
+from eyas.base.manifest import package_version
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eyas.base.disk_full import disk_full_named
 from eyas.base.errors import ContractError, FolderConflictError, InputError
+from eyas.base.files import translate_disk_full, validate_output_directory, write_json
 from eyas.base.locks import only_writer
-from eyas.base.manifest import MANIFEST, differing_fields, read_manifest, refuse_foreign_folder, write_json
+from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
 from eyas.drafts.eagle3.init import (
     FirstWeights,
     choose_vocabulary,
@@ -46,7 +46,7 @@ from eyas.drafts.files import check_vocabulary, save_draft
 from eyas.drafts.packing import Batch, supervised_rows
 from eyas.engines.transformers import sensible_threads
 from eyas.exporting.foreign import init_from
-from eyas.store.states import States, open_states
+from eyas.store.reader import States, open_states
 from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import Teacher, load_target_parts
 from eyas.training.checkpoints import (
@@ -132,13 +132,13 @@ def train(
     )
     states = open_states(settings.states)
     aux_ids = check_store(states, info, settings.aux_layers, allow_unverified=settings.allow_unverified)
-    refuse_foreign_folder(settings.output_dir, {*DRAFT_FILES, ".lock*"})
+    validate_output_directory(settings.output_dir, {*DRAFT_FILES, ".lock*"})
     trackers = check_trackers(settings.trackers)
     accelerator = begin_accelerate(trackers, settings.output_dir / "tracking")
     set_seed(settings.seed)
     # One rank holds the folder for all.
     held = only_writer(settings.output_dir, DRAFT_FILES) if accelerator.is_main_process else nullcontext()
-    with held, disk_full_named(settings.output_dir):
+    with held, translate_disk_full(settings.output_dir):
         if accelerator.is_main_process:
             remove_unfinished(settings.output_dir)
         return _Run(
@@ -221,13 +221,6 @@ class _Run:
             len(self.split.train),
             len(self.held_out),
         )
-        old = self.states.compared_whole
-        if old:
-            log.info(
-                "%d of the store's shards have no checksums by sample (an earlier eyas wrote them): each is read whole when "
-                "a sample of it is first used",
-                len(old),
-            )
         return self._loop()
 
     def _threads(self) -> int:

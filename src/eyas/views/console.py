@@ -222,7 +222,7 @@ def inspect_store(folder: Path, sample: int) -> None:
     """`eyas inspect STORE`: what it holds, norms per layer, and one sample's tokens with the mask in colour."""
     from eyas.base.errors import InputError
     from eyas.gates.mark import read_mark
-    from eyas.store.states import open_states
+    from eyas.store.reader import open_states
 
     states = open_states(folder, allow_open=True)
     m = states.manifest

@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eyas.base.errors import StoreError
-from eyas.base.manifest import MANIFEST, content_hash, read_manifest
+from eyas.base.files import content_hash
+from eyas.base.manifest import MANIFEST, read_manifest
 from eyas.drafts.files import FORMAT_VERSION, KIND, WEIGHTS, read_draft_config
 from eyas.evaluation.statistics import interval_text
 from eyas.runs.run import read_json

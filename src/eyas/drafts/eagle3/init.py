@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import content_hash
+from eyas.base.files import content_hash
 from eyas.drafts.eagle3.model import Draft, DraftConfig
 from eyas.target.model_files import ModelInfo
 from eyas.target.teacher import TargetParts

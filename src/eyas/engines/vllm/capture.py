@@ -411,11 +411,11 @@ class Capture:
 
     def record_shard(self, entry: Mapping[str, Any]) -> None:
         """`on_shard` of the writer, in a traced run: the last hop, read back from the file."""
-        from eyas.store.states import read_shard_header
+        from eyas.store.format import read_shard_header
 
         if self.trace is None or int(entry["name"].rsplit("-", 1)[1].split(".")[0]) >= self.trace_steps:
             return
-        header = read_shard_header(self.writer.folder / entry["name"])
+        header = read_shard_header(self.writer.directory / entry["name"])
         write_hops(
             self.trace,
             [

@@ -42,7 +42,7 @@ from eyas.engines.vllm.start import (
     writer_settings,
 )
 from eyas.engines.vllm.stop import end_engine
-from eyas.store.states import DTYPES, StoreSpec, read_shard_header
+from eyas.store.format import DTYPES, StoreSpec, read_shard_header
 from eyas.store.writer import ShardWriter, too_many_failed
 from eyas.target.model_files import human_bytes
 
@@ -190,11 +190,11 @@ class VllmEngine:
         stop: threading.Event,
     ) -> CaptureResult:
         """Run every sample through the engine once. See `base.Engine.capture`."""
-        replica = self.settings.replica_name
+        part = self.settings.part.name
         opened = {
             "folder": str(folder.resolve()),
             "spec": {**asdict(spec), "layer_ids": list(spec.layer_ids)},
-            "name": replica,
+            "name": part,
             "shard_bytes": shard_bytes,
             **writer_settings(self.settings, spec.bytes_per_token, shard_bytes, gpu=has_gpu()),
             "trace_steps": self.settings.trace_steps,
@@ -205,7 +205,7 @@ class VllmEngine:
         feed = (sample for batch in batches for sample in batch if sample.id not in done)
         tokens = 0
         native = self.settings.capture == "native"
-        writer = ShardWriter(folder, spec, f"{replica}r000", shard_bytes=shard_bytes) if native else None
+        writer = ShardWriter(folder, spec, f"{part}r000", shard_bytes=shard_bytes) if native else None
         try:
             begun = time.monotonic()
             if writer is None:

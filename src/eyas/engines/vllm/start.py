@@ -19,8 +19,8 @@ from typing import Any
 
 from eyas.base.errors import EngineError, InputError, PreflightError
 from eyas.base.manifest import package_version
+from eyas.base.part import WHOLE, Part
 from eyas.engines.vllm.native import native_arguments
-from eyas.extraction.batches import replica_name
 from eyas.runs.processes import nvidia_query
 from eyas.store.writer import buffers_for
 from eyas.target.model_files import ModelInfo
@@ -50,7 +50,7 @@ class VllmSettings:
         capture: aux (the model's interface) | hooks (decoder-layer hooks, eager) | none (plain prefill, for benchmarks and parity).
         quick_start: for rehearsals on GPUs, whose seconds are the engine's start: processes forked instead of importing vLLM anew (the
             first engine of this process only), and the compiler's backend `eager`: the same graphs and pieces, no kernels generated.
-        trace_steps: engine steps whose hops are recorded. replica: (i, n) of `--shard i/n`.
+        trace_steps: engine steps whose hops are recorded. part: of `--part i/n`.
         buffers, writer_threads: per rank, see ShardWriter: host memory is buffers x shard bytes. None = room for three steps' states,
             and as many threads as write them while the next step computes.
         native_folder: where `--capture native` lets vLLM put its files, None = a temporary folder.
@@ -74,7 +74,7 @@ class VllmSettings:
     quick_start: bool = False
     capture: str = "aux"
     trace_steps: int = 0
-    replica: tuple[int, int] = (0, 1)
+    part: Part = WHOLE
     buffers: int | None = None
     writer_threads: int | None = None
     kv_cache_bytes: int | None = None
@@ -82,11 +82,6 @@ class VllmSettings:
     shared_folder: Path | None = None
     worker_cls: str = WORKER
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def replica_name(self) -> str:
-        """`s002` of `--shard 2/8`, in the names of its files; empty when there is one engine."""
-        return replica_name(self.replica)
 
 
 _starts = count()

@@ -26,7 +26,7 @@ from eyas.engines.vllm import dummy  # noqa: F401 - registers its load format wi
 from eyas.engines.vllm.capture import Capture, Step
 from eyas.engines.vllm.stop import end_without_collecting
 from eyas.runs.logs import attach_process
-from eyas.store.states import StoreSpec
+from eyas.store.format import StoreSpec
 from eyas.store.writer import ShardWriter
 
 if current_platform.is_cpu():
@@ -136,7 +136,7 @@ class CaptureWorker(PlatformWorker):
         if not getattr(self._path[-1][1], "supports_aux_hidden_states_over_pp", False):
             raise ContractError(
                 f"{self._shown_path()} does not pass auxiliary states through pipeline stages in this vLLM",
-                "use tensor parallelism only (--pp-size 1), or replicas with --shard i/n",
+                "use tensor parallelism only (--pp-size 1), or runs side by side with --part i/n",
             )
         eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
         handler = getattr(self.model_runner, "pp_handler", None)
@@ -376,7 +376,7 @@ class CaptureWorker(PlatformWorker):
         """
         from vllm.distributed.parallel_state import get_pp_group
 
-        from eyas.store.states import open_states
+        from eyas.store.reader import open_states
 
         if not get_pp_group().is_last_rank:
             return []
