@@ -256,16 +256,15 @@ def main() -> None:
         results |= {"recipe": recipe, "steps": trained.steps, "tokens": trained.tokens, "best": trained.best}
     if "eval" in arguments.stages:
         report = evaluate(
-            draft,
-            arguments.model_path,
-            arguments.held_out,
+            draft=draft,
+            model_path=arguments.model_path,
+            prompts=tuple(arguments.held_out),
             chain=5,
             max_new_tokens=arguments.max_new_tokens,
             batch_size=arguments.eval_batch_size,
             plain=arguments.eval_plain,
             limit=arguments.eval_limit,
             dtype=arguments.eval_dtype,
-            output=draft,
         )
         for one, found in {**report["sets"], "overall": report["overall"]}.items():
             stage(

@@ -8,6 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 VOCABULARY = 128
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
 
 
 def draw_weights(model) -> None:
@@ -51,8 +64,50 @@ def make_tiny_wrapper(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def make_vision_wrapper(kind: str, folder: Path, seed: int = 0) -> Path:
+    """`mistral3`, `qwen3_vl` or `aya` (Cohere 2 with windows): a text model of 4 layers inside a wrapper that only reads images besides."""
+    import torch
+    import transformers as t
+
+    torch.manual_seed(seed)
+    text = {**COMMON, "head_dim": 8}
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"image_size": 28, "patch_size": 14}
+    model: torch.nn.Module
+    if kind == "mistral3":
+        vision = {**tower, "model_type": "pixtral"}
+        config = t.Mistral3Config(
+            text_config=t.MistralConfig(**text).to_dict(), vision_config=vision, image_token_index=120
+        )
+        model = t.Mistral3ForConditionalGeneration(config)
+    elif kind == "aya":
+        vision = {**tower, "model_type": "siglip_vision_model"}
+        cohere = t.Cohere2Config(**text, sliding_window=12).to_dict()
+        model = t.AyaVisionForConditionalGeneration(
+            t.AyaVisionConfig(vision_config=vision, text_config=cohere, image_token_index=120)
+        )
+    else:
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
+        vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+        special = {
+            "image_token_id": 120,
+            "video_token_id": 121,
+            "vision_start_token_id": 122,
+            "vision_end_token_id": 123,
+        }
+        config = t.Qwen3VLConfig(
+            text_config={**text, "rope_parameters": rope},
+            vision_config={**vision, "deepstack_visual_indexes": [0]},
+            **special,
+        )
+        model = t.Qwen3VLForConditionalGeneration(config)
+    draw_weights(model)
+    model.save_pretrained(folder)
+    return folder
+
+
 def make_tiny_model(kind: str, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
-    """Make `llama`, `llama_untied`, `llama3`, `qwen3`, `qwen3_moe`, `gemma3`, `deepseek_v3`, `gpt2`, `gpt_oss` or `mistral_window`."""
+    """Make `llama`, `llama_untied`, `llama3`, `qwen3`, `qwen3_moe`, `gemma2`, `gemma3`, `deepseek_v3`, `gpt2`, `gpt_oss` or `mistral_window`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -67,19 +122,7 @@ def tiny_config(kind: str):
     """The config of one kind: 4 layers (6 for gemma3), H 32."""
     import transformers as t
 
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-    }
+    common = COMMON
     if kind == "llama":
         return t.LlamaConfig(**common)
     if kind == "llama_untied":
@@ -109,6 +152,15 @@ def tiny_config(kind: str):
     if kind == "gemma3":
         return t.Gemma3TextConfig(
             **{**common, "num_hidden_layers": 6}, head_dim=8, sliding_window=16, query_pre_attn_scalar=8
+        )
+    if kind == "gemma2":  # soft caps low enough that leaving one out changes the argmax
+        return t.Gemma2Config(
+            **common,
+            head_dim=8,
+            query_pre_attn_scalar=1,
+            attn_logit_softcapping=1.0,
+            final_logit_softcapping=5.0,
+            sliding_window=16,
         )
     if kind == "mistral_window":
         return t.MistralConfig(**common, sliding_window=12)

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import byte_level_tokenizer, metaspace_tokenizer, slow_byte_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_models import make_vision_wrapper
 
 from eyas.base.errors import EngineError, FolderConflictError, InputError
 from eyas.base.locks import lock_directory
@@ -142,6 +144,34 @@ def test_greedy_is_the_argmax_whatever_the_generation_config_says(model, tmp_pat
         answer = row["input_ids"][row["loss_mask"].index(1) :]
         assert (answer[-1] in ends) == (row["finish_reason"] == "stop") == (len(answer) < 20 or answer[-1] in ends)
         assert not set(ends) & set(answer[:-1])
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
+def test_a_vision_language_wrapper_answers_as_extract_reads_it(kind, tmp_path):
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    folder = make_vision_wrapper(kind, tmp_path / kind)
+    generator = TransformersGenerator(str(folder), Sampling(max_new_tokens=12), [2], dtype="float32")
+    prompts = [[5, 9, 17], [30, 31, 32, 33, 34], [7]]
+    answers = generator.answer(prompts, [12] * 3, 0)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer.token_ids
+
+
+def test_weights_that_are_in_no_file_are_refused(model, tmp_path):
+    """transformers fills them with random numbers and only logs it."""
+    folder = tmp_path / "lacking"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    data = write(tmp_path / "a.jsonl", asked("Hi"))
+    with pytest.raises(EngineError, match=r"1 weights are in no file, among them model\.layers\.1\.mlp\.up_proj"):
+        regenerate(data, str(folder), tmp_path / "out", by_transformers(str(folder)), settings=SETTINGS)
 
 
 def test_later_turns_see_the_generated_answers(model, tmp_path):

@@ -17,14 +17,20 @@ TESTS = Path(__file__).parents[1]
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from eyas.evaluation.vllm import measure_vllm
 from eyas.data.prompts import PromptSet
+from eyas.evaluation.settings import EvalSettings
+from eyas.evaluation.vllm import measure_vllm
+from eyas.exporting.folders import export
+
+def for_vllm(draft, folder, dtype):
+    return export(draft, folder, "vllm", dtype=dtype)
 
 if __name__ == "__main__":
     draft, target, prompts, out = sys.argv[1:]
     prompts = json.loads(prompts)
     sets = [PromptSet("together", prompts), *(PromptSet(str(i), [prompt]) for i, prompt in enumerate(prompts))]
-    found = measure_vllm(draft, Path(target), sets, chain=3, max_new_tokens=96)
+    settings = EvalSettings(draft=draft, model_path=target, chain=3, max_new_tokens=96)
+    found = measure_vllm(settings, for_vllm, Path(target), sets, [127], dtype="float32")
     Path(out).write_text(json.dumps(found))
 """
 

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_vision_wrapper
 from training_work import VOCAB, make_target
 
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.packing import pack
+from eyas.engines.transformers import load_model
 from eyas.evaluation.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.evaluation.decode import Target, decode, reject
 from eyas.target.model_files import describe_model
@@ -167,29 +169,33 @@ def test_baselines_by_hand():
     assert lookup_then_table(table)([50, 1], 2) == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3", "mistral_window", "deepseek_v3", "gpt2"])
-def test_other_kinds_of_attention_are_lossless_too(tiny_model, kind):
-    """Windows shorter than the reply, mixtures of experts, latent attention; a batch of unequal prompts, whose caches have holes."""
-    from transformers import AutoModelForCausalLM
+WRAPPERS = ("mistral3", "aya", "qwen3_vl")
 
-    folder = tiny_model(kind)
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3", "mistral_window", "deepseek_v3", "gpt2", *WRAPPERS])
+def test_other_kinds_of_models_are_lossless_too(tiny_model, tmp_path, kind):
+    """Windows shorter than the reply, mixtures of experts, latent attention, vision-language wrappers; a batch of unequal prompts,
+    whose caches have holes. Held to plain forward passes of the model with the attention that writes everything out."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    folder = make_vision_wrapper(kind, tmp_path / kind) if kind in WRAPPERS else tiny_model(kind)
     info = describe_model(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(info, "float32", torch.device("cpu"))
     V, aux = info.vocab_size, (1, 2, 3)
     draft = Draft(derive_config(info, aux, V, plain_rope=True))
     vocabulary = choose_vocabulary(np.ones(V, np.int64), V, "hash")
     initialise(draft, load_target_parts(info), vocabulary, torch.ones(3 * info.hidden_size))
+    auto = AutoModelForImageTextToText if kind in WRAPPERS else AutoModelForCausalLM
+    reference = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     questions = prompts(3, seed=2)
-    want = []
-    for prompt in questions:
-        out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        want.append(out[0, len(prompt) :].tolist())
     for batch in ([questions], [[q] for q in questions]):
         got = [decode(Target(model, aux), draft, some, k=3, max_new_tokens=40, end_ids=[])[0] for some in batch]
         traces = [trace for some in got for trace in some]
-        assert [t.tokens for t in traces] == want
+        for question, trace in zip(questions, traces, strict=True):
+            with torch.no_grad():
+                logits = reference(torch.tensor([question + trace.tokens])).logits[0, len(question) - 1 : -1]
+            assert len(trace.tokens) == 40
+            assert trace.tokens == logits.argmax(-1).tolist()
     assert sum(sum(t.accepted) for t in traces) > 0
 
 

@@ -13,7 +13,8 @@ from training_work import VOCAB, make_target, options
 
 from eyas.base.errors import StoreError
 from eyas.data.dataset import DatasetWriter, Sample
-from eyas.evaluation.acceptance import baseline_guessers, evaluate
+from eyas.evaluation.acceptance import evaluate
+from eyas.evaluation.baselines import load_baselines
 from eyas.evaluation.decode import Target, decode
 from eyas.extraction.bulk import extract
 from eyas.store.reader import open_states
@@ -104,7 +105,14 @@ def train_draft(root, name):
 
 
 def measure(root, draft):
-    return evaluate(draft, str(root / "target"), [str(root / "heldout.jsonl")], chain=3, max_new_tokens=REPLY)
+    return evaluate(
+        draft=draft,
+        model_path=str(root / "target"),
+        prompts=(str(root / "heldout.jsonl"),),
+        chain=3,
+        max_new_tokens=REPLY,
+        output_dir=root / "measured",
+    )
 
 
 def one_layer_early(tensors, _):
@@ -130,13 +138,12 @@ def test_a_draft_of_a_right_store_raises_no_alarm(world):
     assert dict(describe_draft(root / "right-draft"))["measured"] == "not yet: `eyas eval`"
     prompts = [str(root / "heldout.jsonl")]
     report = evaluate(
-        root / "right-draft",
-        str(root / "target"),
-        prompts,
+        draft=root / "right-draft",
+        model_path=str(root / "target"),
+        prompts=prompts,
         chain=3,
         max_new_tokens=8,
         limit=4,
-        output=root / "right-draft",
     )
     shown = dict(describe_draft(root / "right-draft"))["measured"]
     assert f"chain of 3: acceptance length {report['overall']['acceptance_length']:.2f} (95 %" in shown
@@ -181,7 +188,7 @@ def test_a_store_that_was_damaged_since_is_named_and_the_draft_is_measured_all_t
     assert ("n-gram" in report["overall"]["baselines"]) == (tensor == "hidden.3")
     if tensor == "token_ids":  # asked for by name, it is an error
         with pytest.raises(StoreError, match=shard.name):
-            baseline_guessers(store)
+            load_baselines(store, None)
 
 
 def test_the_command_says_so(world, tmp_path):

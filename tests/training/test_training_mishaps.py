@@ -181,7 +181,7 @@ def test_a_foreign_config_without_sizes_is_named(work):
 def test_a_report_that_could_not_be_written_is_refused_before_measuring(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderConflictError, match="is a file"):
-        evaluate(tmp_path / "none", "none", ["none"], output=tmp_path / "file")
+        evaluate(draft=tmp_path / "none", model_path="none", prompts=("none",), output_dir=tmp_path / "file")
 
 
 CLOCKS = """

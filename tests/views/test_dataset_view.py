@@ -13,10 +13,10 @@ from eyas_process import run_eyas
 from rich.console import Console
 
 from eyas.base.errors import InputError
-from eyas.data.dataset import open_dataset
+from eyas.data.dataset import is_dataset, open_dataset
 from eyas.data.preparation import prepare
 from eyas.data.rows import PrepareSettings
-from eyas.views.dataset_view import inspect_dataset, is_dataset
+from eyas.views.dataset_view import inspect_dataset
 
 ODD = "<script>alert(1)</script> & <b>bold</b>\n\tdone"
 

@@ -102,14 +102,13 @@ def narrow_domain_draft(
     )
     say(f"eval: speculative decoding of {eval_problems} held-out problems, compared with plain decoding")
     acceptance = evaluate(
-        folder / "draft",
-        EMBEDDED_NAME,
-        [HELD_OUT],
+        draft=folder / "draft",
+        model_path=EMBEDDED_NAME,
+        prompts=(HELD_OUT,),
         chain=RECIPE["chain"],
         max_new_tokens=max_new_tokens,
         plain=3,
         limit=eval_problems,
-        output=folder / "draft",
     )
     return DraftDemo(folder, report, acceptance)
 

@@ -227,8 +227,9 @@ def inspect(
     tokens_per_second: Annotated[float, typer.Option(min=1, help="Assumed rate, for the predicted hours.")] = 20_000,
 ) -> None:
     """Show what a folder holds; of stores and datasets also samples' tokens with the loss mask in colour."""
+    from eyas.data.dataset import is_dataset
     from eyas.views import console
-    from eyas.views.dataset_view import inspect_dataset, is_dataset
+    from eyas.views.dataset_view import inspect_dataset
     from eyas.views.draft_view import inspect_draft, is_draft
 
     if is_dataset(folder):

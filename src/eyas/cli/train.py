@@ -192,39 +192,40 @@ def evaluate(
     ngram_data: Annotated[Path | None, typer.Option(help="Store or dataset the n-gram baseline is counted on.")] = None,
     output_dir: Annotated[Path | None, typer.Option(help="Where acceptance.json and acceptance.svg go.")] = None,
     diagnose: Annotated[
-        bool | None,
-        typer.Option(
-            help="Hold the store that the draft was trained on against the target. Default: wherever the store still is."
-        ),
-    ] = None,
+        bool,
+        typer.Option(help="Compare the store that the draft was trained on, where it still exists, with the target."),
+    ] = True,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model folder's own code.")] = False,
 ) -> None:
     """Measure a draft: real speculative decoding, lossless or an error, beside guessers without a network."""
-    from eyas.evaluation.acceptance import evaluate as run
+    from eyas.evaluation.settings import EvalSettings
+
+    settings = EvalSettings(
+        draft=draft,
+        model_path=model_path,
+        prompts=tuple(prompts or ["word_problems_heldout"]),
+        chain=chain,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        limit=limit,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        plain=plain,
+        engine=engine,
+        ngram_data=ngram_data,
+        output_dir=output_dir,
+        diagnose=diagnose,
+        trust_remote_code=trust_remote_code,
+    )
+    # These import torch: after the inputs were looked at.
+    from eyas.exporting.served import evaluate as run
     from eyas.views.train_console import EvalDisplay, show_acceptance
 
     display = EvalDisplay()
     try:
-        report = run(
-            draft,
-            model_path,
-            prompts or ["word_problems_heldout"],
-            chain=chain,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            limit=limit,
-            temperature=temperature,
-            seed=seed,
-            dtype=dtype,
-            device=device,
-            plain=plain,
-            engine=engine,
-            ngram_data=ngram_data,
-            output=output_dir or draft,
-            trust_remote_code=trust_remote_code,
-            diagnose=diagnose,
-            progress=display.update,
-        )
+        report = run(settings, progress=display.update)
     finally:
         display.close()
     show_acceptance(report)

@@ -130,6 +130,16 @@ class TokenDataset:
         return (self[i] for i in range(len(self)))
 
 
+def is_dataset(path: Path) -> bool:
+    """Whether a path is a token dataset (of any form) and not another stage's folder."""
+    if path.is_file() or (path / "tokenized_data.jsonl").exists():
+        return True
+    try:
+        return json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def open_dataset(path: str | Path) -> TokenDataset:
     """Open a dataset folder, a `.jsonl` of token rows, or a folder that holds `tokenized_data.jsonl`.
 

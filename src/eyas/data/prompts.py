@@ -30,6 +30,17 @@ class PromptSet:
     prompts: list[list[int]]
 
 
+def find_prompts(spec: str) -> tuple[str, str]:
+    """The name of a set and where it is read from, without reading it. Raises InputError when nothing is there."""
+    name, _, place = ("", "", spec) if "=" not in spec or Path(spec).exists() else spec.partition("=")
+    if not place or not (place in PACKAGED or Path(place).exists() or place.startswith("hf:")):
+        raise InputError(
+            f"--prompts {spec}: no such file, directory or packaged set",
+            f"packaged are {', '.join(sorted(PACKAGED))}; sets on the Hugging Face hub are written hf:OWNER/NAME:CONFIG:SPLIT",
+        )
+    return name or _name_of(place), place
+
+
 def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptSet:
     """Read one prompt set.
 
@@ -40,14 +51,8 @@ def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptS
     Raises:
         InputError: nothing there, or a row without a prompt (file, line and reason).
     """
-    name, _, place = ("", "", spec) if "=" not in spec or Path(spec).exists() else spec.partition("=")
-    name = name or _name_of(place)
+    name, place = find_prompts(spec)
     path = packaged(place) if place in PACKAGED else Path(place)
-    if not place or not (path.exists() or place.startswith("hf:")):
-        raise InputError(
-            f"--prompts {spec}: no such file, folder or packaged set",
-            f"packaged are {', '.join(sorted(PACKAGED))}; sets on the Hugging Face hub are written hf:OWNER/NAME:CONFIG:SPLIT",
-        )
     prompts: list[list[int]] = []
     if path.is_dir() and (path / MANIFEST).exists():
         dataset = open_dataset(path)

@@ -1,12 +1,12 @@
 """Speculative decoding of a target with an EAGLE-3 draft, in transformers: the loop on one page, to read and to measure with.
 
-One round, for every sequence of the batch: the draft chains k guesses d_1..d_k after the last emitted token; the target reads the last
-token and the guesses in one forward pass; guesses are accepted from the left as long as they are what the target itself says; the target
-adds one token of its own behind them (the bonus). So a round emits 1 to k + 1 tokens, and with greedy choice exactly the tokens that plain
-decoding emits. With a temperature, guess d with draft probability q(d) and target probability p(d) is accepted with probability
+One round, for every sequence of the batch: the draft proposes k draft tokens d_1..d_k after the last emitted token; the target reads the
+last token and the draft tokens in one forward pass; they are accepted from the left as long as they are what the target itself says; the
+target adds one token of its own behind them (the bonus). So a round emits 1 to k + 1 tokens, and with greedy choice exactly the tokens that
+plain decoding emits. With a temperature, draft token d with draft probability q(d) and target probability p(d) is accepted with probability
 min(1, p/q), and the first rejected one is replaced by a draw from max(0, p - q), normalised: the emitted tokens follow p.
 
-Sequences accept different numbers of guesses. The caches stay rectangular: rejected places remain in them as holes that a mask hides, and
+Sequences accept different numbers of draft tokens. The caches stay rectangular: rejected places remain in them as holes that a mask hides, and
 positions are counted per sequence, so any batch gives what single sequences give. The cache keeps all tokens of every layer, because a
 sliding one cannot take rejected guesses back; a layer's window is then in its mask.
 """
@@ -30,7 +30,7 @@ from eyas.engines.transformers import find_decoder
 @dataclass
 class Trace:
     """What decoding one prompt gave. tokens: the reply, up to and with the end token. emitted: tokens per round, the prefill's own first
-    token not counted. accepted: guesses accepted per round (within the reply); behind: those of the last round behind the reply's end.
+    token not counted. accepted: draft tokens accepted per round (within the reply); behind: those of the last round behind the reply's end.
     gaps: per token, the target's logit lead of its choice."""
 
     tokens: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Target:
         model: loaded, in eval mode. layer_ids: our ids; id k is what enters layer k (N: what enters the final norm).
 
     Raises:
-        InputError: layers that keep no key and value per token, or see others than the last ones: rejected guesses cannot be taken back.
+        InputError: layers that keep no key and value per token, or see others than the last ones: rejected draft tokens cannot be taken back.
     """
 
     def __init__(self, model: Any, layer_ids: Sequence[int]):
@@ -58,16 +58,18 @@ class Target:
         strange = sorted(self.kinds - {"full_attention", "sliding_attention"})
         if strange:
             raise InputError(
-                f"{type(model).__name__} has layers of {', '.join(strange)}, from which eyas cannot take rejected guesses back",
+                f"{type(model).__name__} has layers of {', '.join(strange)}, from which eyas cannot take rejected draft tokens back",
                 "serve the exported draft with an engine, which reports its acceptance",
             )
         self.window: int | None = window if "sliding_attention" in self.kinds else None
         self.device = next(model.parameters()).device
         self._taken: dict[int, Tensor] = {}
-        decoder = find_decoder(model, model.config.get_text_config().num_hidden_layers)
-        for i in self.layer_ids:
-            module = decoder.norm if i == len(decoder.layers) else decoder.layers[i]
+        decoder = find_decoder(model, config.num_hidden_layers)
+        modules = [decoder.norm if i == len(decoder.layers) else decoder.layers[i] for i in self.layer_ids]
+        self._hooks = [
             module.register_forward_pre_hook(self._keep(i), with_kwargs=True)
+            for i, module in zip(self.layer_ids, modules, strict=True)
+        ]
 
     def _keep(self, layer_id: int) -> Any:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,6 +92,21 @@ class Target:
         )
         states = torch.cat([self._taken[i] for i in self.layer_ids], -1) if self.layer_ids else ids.unsqueeze(-1)
         return out.logits.float(), states
+
+    def read(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One forward pass over one sequence from its start: logits [1, T, V] in fp32, states [1, T, L*H]."""
+        from transformers import DynamicCache
+
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        positions = torch.arange(ids.shape[1], device=self.device).unsqueeze(0)
+        return self(ids, positions, positions, DynamicCache())
+
+    def close(self) -> None:
+        """Let go of the model and its states."""
+        for hook in self._hooks:
+            hook.remove()
+        self._taken.clear()
+        self.model = None
 
     def _masks(self, positions: Tensor, places: Tensor, window: int) -> Any:
         """Additive masks [B, 1, S, everything], one per kind of layer: windows count positions, and holes have none."""
@@ -121,7 +138,7 @@ def decode(
     """Decode a batch of prompts; with draft None and k = 0 this is plain decoding.
 
     Args:
-        prompts: token ids each. k: guesses per round. temperature: 0 for greedy.
+        prompts: token ids each. k: draft tokens per round. temperature: 0 for greedy.
         end_ids: any of these ends a reply.
 
     Returns:
@@ -193,10 +210,10 @@ def reject(
     """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): keeps the target's distribution exactly.
 
     Args:
-        logits: [B, k+1, V] the target's. guesses: [B, k], drawn from q: [B, k, V], the draft's probabilities over the target's tokens.
+        logits: [B, k+1, V] the target's. guesses: the draft tokens [B, k], drawn from q: [B, k, V], the draft's probabilities over the target's tokens.
 
     Returns:
-        answers [B, k+1] (accepted guesses, then the replacement or bonus), accepted [B], gaps [B, k+1].
+        answers [B, k+1] (accepted draft tokens, then the replacement or bonus), accepted [B], gaps [B, k+1].
     """
     B, k = guesses.shape
     p = torch.softmax(logits / temperature, -1)

@@ -1,4 +1,4 @@
-"""Why a draft accepts less than its training promised: the store it was trained on, held against the target itself.
+"""Why a draft accepts less than its training promised: the store it was trained on, compared with the target itself.
 
 `eyas eval` compares the acceptance it measures with the one simulated while training, and runs these checks wherever the store still exists.
 Each names the fault it would find: states of other layers than their ids say, a target state that is not what enters the final norm (or
@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from eyas.base.errors import StoreError
+from eyas.base.manifest import MANIFEST
 from eyas.evaluation.decode import Target
 from eyas.gates.evidence import row_relative_l2
-from eyas.store.reader import States, StateSample
+from eyas.store.reader import States, StateSample, open_states
 from eyas.target.layers import describe_layer
-from eyas.target.teacher import TargetParts, Teacher, final_norm
+from eyas.target.model_files import ModelInfo
+from eyas.target.teacher import TargetParts, Teacher, final_norm, load_target_parts
 
 #: A draft that reaches less than this share of its simulated acceptance length does not do what its training promised; what lies between,
 #: other prompts alone may explain.
@@ -60,6 +64,58 @@ class Probe:
     loss_mask: np.ndarray
 
 
+def store_of(manifest: dict[str, Any]) -> Path | None:
+    """The store that a draft was trained on, by the draft's manifest; None where none is named or it is not there any more."""
+    path = (manifest.get("store") or {}).get("path")
+    return Path(path) if path and (Path(path) / MANIFEST).exists() else None
+
+
+def check_store(
+    manifest: dict[str, Any],
+    target: Target,
+    info: ModelInfo,
+    tokenizer: Any,
+    end_ids: Sequence[int],
+    *,
+    wanted: bool = True,
+    damage: str | None = None,
+) -> tuple[list[Finding], str | None]:
+    """The checks of the store that a draft was trained on, and why there are none, if there are none.
+
+    manifest: the draft's. target: loaded. damage: what was found wrong with the store's content before.
+    """
+    named, store = (manifest.get("store") or {}).get("path"), store_of(manifest)
+    if damage:
+        return [Finding(CONTENT, False, damage)], None
+    if not named:
+        return [], "the draft names no store"
+    if not wanted:
+        return [], "the store was not to be checked"
+    if store is None:
+        return [], f"its store {named} is not there any more"
+    try:
+        states = open_states(store)
+        if states.manifest["dataset"]["hash"] != manifest.get("dataset_hash"):
+            return [], f"{store} holds other samples now than those it was trained on"
+        every = Target(target.model, range(info.num_layers + 1))
+        prompt_end = generation_prompt(tokenizer)
+        findings = diagnose(states, every, load_target_parts(info), end_ids, prompt_end=prompt_end, experts=info.is_moe)
+        every.close()
+        return findings, None
+    except StoreError as error:  # the draft was measured all the same
+        return [Finding(CONTENT, False, error.what)], None
+
+
+def conclude(report: dict[str, Any], findings: Sequence[Finding], unchecked: str | None) -> dict[str, Any]:
+    """The part `diagnosis` of a report: the measured figure against the simulated one, and the checks."""
+    pair = comparable(report)
+    return {
+        "verdict": verdict(pair, findings, unchecked, why_incomparable(report)),
+        "agree": None if pair is None else judge(pair)[0],
+        "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings],
+    }
+
+
 def diagnose(
     states: States,
     target: Target,
@@ -92,12 +148,8 @@ def diagnose(
 @torch.no_grad()
 def probe(sample: StateSample, target: Target, teacher: Teacher) -> Probe:
     """Read a stored sample's beginning with the target anew."""
-    from transformers import DynamicCache
-
     T = min(len(sample.token_ids), MOST_TOKENS)
-    ids = sample.token_ids[:T].long().unsqueeze(0).to(target.device)
-    positions = torch.arange(T, device=target.device).unsqueeze(0)
-    logits, stream = target(ids, positions, positions, DynamicCache())
+    logits, stream = target.read(sample.token_ids[:T].tolist())
     fresh = list(stream[0].float().chunk(len(target.layer_ids), -1))
     final = len(fresh) - 1
     stored = {i: state[:T].to(target.device).float() for i, state in sample.hidden.items()}
@@ -130,7 +182,7 @@ def check_layers(probes: Sequence[Probe], aux: Sequence[int], final: int, far: f
         distances = np.mean([p.distances[i] for p in probes], 0)
         nearest = int(np.argmin(distances))
         worst = max(worst, float(distances[i]))
-        if nearest != i and distances[nearest] < 0.7 * distances[i]:
+        if distances[nearest] < distances[i]:
             wrong.append(f"layer {describe_layer(i, final)} holds the states of layer {describe_layer(nearest, final)}")
         elif not distances[i] <= far:
             distant.append(f"layer {describe_layer(i, final)} lies {distances[i]:.2f} (relative) from the target's own")
@@ -147,7 +199,7 @@ def check_teacher(probes: Sequence[Probe], final: int, far: float = FAR) -> Find
     text = f"rebuilt next tokens equal the model's at {100 * share:.1f} % of positions"
     if float(np.mean([p.to_normed for p in probes])) <= min(FAR, 0.5 * own):
         return Finding("final norm and head", False, f"the target state was stored after the final norm ({text})")
-    if nearest != final and distances[nearest] < 0.7 * own:
+    if distances[nearest] < own:
         what = f"the target state is that of layer {describe_layer(nearest, final)}"
         return Finding("final norm and head", False, f"{what} ({text})")
     if share < SAME_TOKENS or not own <= far:

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.base.errors import InputError
-from eyas.base.manifest import MANIFEST
-from eyas.data.dataset import KIND, Sample, TokenDataset, open_dataset
+from eyas.data.dataset import Sample, TokenDataset, open_dataset
 from eyas.data.preparation import HELDOUT, REJECTED, PrepareReport, length_histogram, predicted_bytes
 from eyas.data.rows import runs
 from eyas.target.model_files import human_bytes
@@ -240,16 +239,6 @@ def summarise(
         notes=counts.get("notes", {}),
         shown=[_shown(position, dataset[position], spell) for position in positions],
     )
-
-
-def is_dataset(path: Path) -> bool:
-    """Whether a path is a token dataset (of any form) and not another stage's folder."""
-    if path.is_file() or (path / "tokenized_data.jsonl").exists():
-        return True
-    try:
-        return json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _positions(dataset: TokenDataset, sample: int | None, samples: int) -> list[int]:
