@@ -18,7 +18,7 @@ _PUBLIC = {
     "regenerate": "eyas.data.regeneration",
     "extract": "eyas.extraction.bulk",
     "train": "eyas.training.trainer",
-    "evaluate": "eyas.exporting.served",
+    "evaluate": "eyas.evaluation.acceptance",
     "export": "eyas.exporting.folders",
     "import_draft": "eyas.exporting.foreign",
     "rehearse": "eyas.extraction.rehearsal",

@@ -20,17 +20,13 @@ from pathlib import Path
 from eyas.data.prompts import PromptSet
 from eyas.evaluation.settings import EvalSettings
 from eyas.evaluation.vllm import measure_vllm
-from eyas.exporting.folders import export
-
-def for_vllm(draft, folder, dtype):
-    return export(draft, folder, "vllm", dtype=dtype)
 
 if __name__ == "__main__":
     draft, target, prompts, out = sys.argv[1:]
     prompts = json.loads(prompts)
     sets = [PromptSet("together", prompts), *(PromptSet(str(i), [prompt]) for i, prompt in enumerate(prompts))]
     settings = EvalSettings(draft=draft, model_path=target, chain=3, max_new_tokens=96)
-    found = measure_vllm(settings, for_vllm, Path(target), sets, [127], dtype="float32")
+    found = measure_vllm(settings, Path(target), sets, [127], dtype="float32")
     Path(out).write_text(json.dumps(found))
 """
 

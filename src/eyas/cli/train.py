@@ -220,7 +220,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     # These import torch: after the inputs were looked at.
-    from eyas.exporting.served import evaluate as run
+    from eyas.evaluation.acceptance import evaluate as run
     from eyas.views.train_console import EvalDisplay, show_acceptance
 
     display = EvalDisplay()

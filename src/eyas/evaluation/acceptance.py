@@ -34,7 +34,7 @@ from eyas.evaluation.decode import Target, Trace, choose, decode
 from eyas.evaluation.plot import plot
 from eyas.evaluation.settings import EvalSettings
 from eyas.evaluation.statistics import SetResult, Timing, joined
-from eyas.evaluation.vllm import Export, measure_vllm, put_beside, require_vllm
+from eyas.evaluation.vllm import measure_vllm, put_beside, require_vllm
 from eyas.target.embedded import resolve_model_path
 from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import load_target_parts
@@ -49,17 +49,11 @@ TIE = {torch.float32: 2e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 @takes(EvalSettings)
-def evaluate(
-    settings: EvalSettings,
-    *,
-    export: Export | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> dict[str, Any]:
+def evaluate(settings: EvalSettings, *, progress: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
     """Measure a draft's acceptance by real speculative decoding.
 
     Args:
         settings: what to measure, and how.
-        export: writes the draft for vLLM, for `--engine vllm` (`eyas.export`).
         progress: called with (set, prompts done, prompts).
 
     Returns:
@@ -70,7 +64,7 @@ def evaluate(
         InputError: prompts or model not readable. EngineError: the target cannot be loaded; vLLM is asked for and missing.
     """
     if settings.engine == "vllm":
-        require_vllm(export)
+        require_vllm()
     device = find_device(settings.device)
     compute = compute_dtype(settings.dtype, device)
     if device.type == "cpu":
@@ -109,13 +103,13 @@ def evaluate(
         manifest, target, info, tokenizer, end_ids, wanted=settings.diagnose, damage=baselines.damage
     )
     report["diagnosis"] = diagnosis.conclude(report, findings, unchecked)
-    if settings.engine == "vllm" and export is not None:
+    if settings.engine == "vllm":
         target.close()  # vLLM wants the memory
         del draft, run
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        report["vllm"] = measure_vllm(settings, export, info.path, sets, end_ids, dtype=dtype)
+        report["vllm"] = measure_vllm(settings, info.path, sets, end_ids, dtype=dtype)
         for name, figures in report["vllm"].items():
             del figures["replies"]
             put_beside(figures, report["sets"][name])

