@@ -26,16 +26,16 @@ from typing import Any
 from acceptance_gpu import RECIPE, take_settings  # which also puts src on the path
 
 UNCHANGED = "the recipe"
-#: What is changed -> the settings that change it. `draft` and `first_weights` are merged into the recipe's own.
+#: What is changed -> the settings that change it. `draft` and `draft_init` are merged into the recipe's own.
 ROWS: dict[str, dict[str, Any]] = {
     UNCHANGED: {},
-    "auxiliary states not scaled": {"first_weights": {"aux_scale": "none"}},
-    "auxiliary states scaled by layer, not dimension": {"first_weights": {"aux_scale": "layer"}},
-    "attention not started on its own row": {"first_weights": {"self_attention": False}},
-    "MLP not started at zero": {"first_weights": {"zero_down": False}},
-    "`fc` not started as the last state": {"first_weights": {"lens": False}},
+    "auxiliary states not scaled": {"draft_init": {"aux_scale": "none"}},
+    "auxiliary states scaled by layer, not dimension": {"draft_init": {"aux_scale": "layer"}},
+    "attention not started on its own row": {"draft_init": {"self_attention": False}},
+    "MLP not started at zero": {"draft_init": {"zero_down": False}},
+    "`fc` not started as the last state": {"draft_init": {"logit_lens": False}},
     "as few key-value heads as the target": {"draft": {"num_key_value_heads": "target"}},
-    "no share of single steps": {"single_step_share": 0.0},
+    "no share of single steps": {"ttt_warmup_fraction": 0.0},
     "loss tv": {"loss": "tv"},
     "loss lk": {"loss": "lk"},
     "equal step weights": {"step_decay": 1.0},

@@ -35,7 +35,7 @@ STAGES = ("answer", "extract", "train", "eval")
 RECIPE: dict[str, Any] = {
     "draft_vocab_size": 16384,
     "ttt_steps": 5,
-    "single_step_share": 0.3,
+    "ttt_warmup_fraction": 0.3,
     "learning_rate": 1e-3,
     "batch_tokens": 8192,
     "eval_every": 200,

@@ -80,7 +80,7 @@ def options(work, name, **changes):
         "eval_every": 4,
         "log_every": 1,
         "held_out": 0.2,
-        "chain": 3,
+        "num_speculative_tokens": 3,
         "learning_rate": 3e-3,
         "dtype": "float32",
         "trackers": (),

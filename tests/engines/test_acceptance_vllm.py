@@ -47,9 +47,10 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+    from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
     from eyas.drafts.eagle3.model import Draft
     from eyas.drafts.files import draft_weights, save_draft
+    from eyas.drafts.settings import DraftInit
     from eyas.evaluation.decode import Target, decode
     from eyas.target.model_files import describe_model
     from eyas.target.teacher import load_target_parts
@@ -76,7 +77,7 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     draft = Draft(derive_config(info, aux, 112, **options))
     # A scale that is not one, so that the folded fc is put to the test (norms of the auxiliary states leave nothing to fold).
     scale = torch.ones(3 * 128) if "norm_aux" in options else 0.5 + torch.rand(3 * 128)
-    initialise(draft, parts, choose_vocabulary(counts, 112, "hash"), scale, first=FirstWeights(zero_down=False))
+    initialise(draft, parts, choose_vocabulary(counts, 112, "hash"), scale, first=DraftInit(zero_down=False))
     save_draft(tmp_path / "draft", draft.config, draft_weights(draft), target=info.for_manifest(), dataset_hash="hash")
 
     rng = np.random.default_rng(0)

@@ -7,9 +7,10 @@ from tiny_models import make_vision_wrapper
 from training_work import VOCAB, make_target
 
 from eyas.base.errors import InputError
-from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.packing import pack
+from eyas.drafts.settings import DraftInit
 from eyas.engines.transformers import load_model
 from eyas.evaluation.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.evaluation.decode import Target, decode, reject
@@ -87,7 +88,7 @@ def test_real_acceptance_equals_the_simulated_one(pair, option):
         load_target_parts(info),
         choose_vocabulary(counts, 82, "hash"),
         torch.ones(3 * 32),
-        first=FirstWeights(zero_down=False),
+        first=DraftInit(zero_down=False),
     )
     target = Target(model, (*AUX, 6))
     traces, _ = decode(Target(model, AUX), draft, prompts(12), k=3, max_new_tokens=24, end_ids=[3])

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from training_work import VOCAB, make_target
 
 from eyas.base.errors import InputError
-from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import draft_weights, load_draft, save_draft
 from eyas.drafts.packing import pack
+from eyas.drafts.settings import DraftInit
 from eyas.exporting.folders import export
 from eyas.exporting.foreign import import_draft
 from eyas.target.model_files import describe_model
@@ -53,7 +54,7 @@ def make_draft(root, name, aux=(1, 3, 5), size=82, **options):
     torch.manual_seed(0)
     scale = torch.ones(len(aux) * 32) if options.get("norm_aux") else 0.5 + torch.rand(len(aux) * 32)
     vocabulary = choose_vocabulary(counts, size, "hash")
-    initialise(draft, load_target_parts(info), vocabulary, scale, first=FirstWeights(zero_down=False))
+    initialise(draft, load_target_parts(info), vocabulary, scale, first=DraftInit(zero_down=False))
     with torch.no_grad():
         for key, parameter in draft.named_parameters():
             if "norm" in key:

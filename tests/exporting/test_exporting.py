@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from training_work import options
 
 from eyas.base.errors import FolderConflictError, InputError, StoreError
-from eyas.drafts.eagle3.init import FirstWeights, choose_vocabulary, derive_config, initialise
+from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import draft_weights, load_draft, save_draft
+from eyas.drafts.settings import DraftInit
 from eyas.exporting.folders import export
 from eyas.exporting.foreign import import_draft, init_from
 from eyas.store.reader import open_states
@@ -84,7 +85,7 @@ def test_what_cannot_be_right_is_refused(work, draft, tmp_path):
     with pytest.raises(StoreError, match="draft folder of an engine"):
         load_draft(out)
     assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
-    with pytest.raises(InputError, match="unknown format"):
+    with pytest.raises(InputError, match="--format is 'tgi'"):
         export(draft, tmp_path / "out", "tgi")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -175,9 +176,7 @@ def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format
 
     def begun(seed, scale):
         made = Draft(config)
-        initialise(
-            made, parts, vocabulary, torch.full((3 * 32,), scale), seed=seed, first=FirstWeights(zero_down=False)
-        )
+        initialise(made, parts, vocabulary, torch.full((3 * 32,), scale), seed=seed, first=DraftInit(zero_down=False))
         for norm in [p for n, p in made.named_parameters() if "norm" in n]:
             norm.data += 0.1 * torch.randn(norm.shape, generator=torch.Generator().manual_seed(seed))
         return made

@@ -75,8 +75,8 @@ def test_simulation_equals_speculative_decoding_done_token_by_token():
             emitted += step
             at += step
     batch = packed(greedy, steps)
-    found = simulate(draft, teacher, t2d, [batch], [[m for _, m, _, _ in greedy]], steps)
+    found = simulate(draft, teacher, t2d, batch, [m for _, m, _, _ in greedy], steps)
     assert (found.rounds, found.emitted) == (rounds, emitted)
     answers = np.concatenate([t[4:] for t, _, _, _ in greedy])
     assert found.targets == sum(int(m[1:].sum()) for _, m, _, _ in greedy)
-    assert found.sayable >= np.isin(answers, ids.numpy()).sum()
+    assert found.in_vocabulary >= np.isin(answers, ids.numpy()).sum()

@@ -59,8 +59,7 @@ def runs(folder):
 
 def test_packages_are_asked_not_folders(elsewhere):
     """wandb leaves a folder `wandb` in the working folder, which Python takes for a package without a file."""
-    with pytest.raises(InputError, match="unknown tracker 'excel'"):
-        check_trackers(("excel",))
+    assert check_trackers(("none",)) == []
     for name in ("wandb", "mlflow"):
         (elsewhere / name).mkdir()
         if package_version(name) is None:

@@ -16,45 +16,18 @@ from eyas.training.trainer import train
 
 SCRIPT = """
 import json, sys
-import accelerate, torch
 from eyas.training.trainer import train
 
-if sys.argv[2] == "fsdp2":
-    # On the CPU accelerate's `prepare` leaves FSDP out. What it does on GPUs, done here with its own plugin, made from the environment
-    # of `accelerate launch --use_fsdp --fsdp_version 2`, and its own sharding.
-    import os
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import FSDPModule
-
-    os.environ.update(FSDP_VERSION="2", FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    real = accelerate.Accelerator.__init__
-
-    def begin(self, *args, **options):
-        self.plugin = FullyShardedDataParallelPlugin()
-        del os.environ["ACCELERATE_USE_FSDP"]
-        real(self, *args, **options)
-
-    def prepare(self, model, optimizer):
-        self.state.fsdp_plugin = self.plugin
-        fsdp2_prepare_model(self, model)
-        self.state.fsdp_plugin = None
-        assert isinstance(model, FSDPModule)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        group = optimizer.param_groups[0]
-        return model, torch.optim.AdamW(trained, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
-
-    accelerate.Accelerator.__init__, accelerate.Accelerator.prepare = begin, prepare
-train(**json.loads(sys.argv[1]))
+if __name__ == "__main__":
+    train(**json.loads(sys.argv[1]))
 """
 
 
-def launch(settings, kind, ranks=2):
-    launch_script(SCRIPT, settings, kind, ranks=ranks)
+def launch(settings, ranks=2, **environment):
+    launch_script(SCRIPT, settings, ranks=ranks, **environment)
 
 
-def launch_script(script, settings, *arguments, ranks=2):
+def launch_script(script, settings, *arguments, ranks=2, **environment):
     """Run `script` on every rank, with the settings as JSON and what else it takes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,9 +39,9 @@ def launch_script(script, settings, *arguments, ranks=2):
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        **environment,
     }
-    base["OMP_NUM_THREADS"] = "1"
     workers = [
         subprocess.Popen(command, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True)
         for r in range(ranks)
@@ -82,13 +55,13 @@ def launch_script(script, settings, *arguments, ranks=2):
             worker.kill()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_equal_one_with_two_micro_batches(work, kind):
-    common = {"steps": 6, "eval_every": 3, "single_step_share": 0.4}
+    common = {"steps": 6, "eval_every": 3, "ttt_warmup_fraction": 0.4}
     if not (work / "one-rank").exists():
         train(**options(work, "one-rank", accumulate=2, **common))
-    settings = options(work, kind, **common)
-    launch(settings, kind)
+    settings = options(work, kind, sharding=kind, **common)
+    launch(settings)
     one, two = curve(work / "one-rank"), curve(work / kind)
     assert [line["step"] for line in one] == [line["step"] for line in two]
     for a, b in zip(one, two, strict=True):
@@ -110,5 +83,5 @@ def test_two_ranks_equal_one_with_two_micro_batches(work, kind):
         "rng-0.pt",
         "rng-1.pt",
     }
-    launch({**settings, "steps": 8}, kind)
+    launch({**settings, "steps": 8})
     assert curve(work / kind)[-1]["step"] == 8

@@ -22,6 +22,7 @@ from eyas.evaluation.statistics import interval_text
 from eyas.extraction.bulk import extract
 from eyas.gates.verification import verify
 from eyas.target.embedded import EMBEDDED_NAME
+from eyas.training.settings import TrainSettings
 from eyas.training.trainer import TrainReport, train
 
 PROBLEMS, HELD_OUT = "word_problems", "word_problems_heldout"
@@ -30,11 +31,11 @@ PROBLEMS, HELD_OUT = "word_problems", "word_problems_heldout"
 RECIPE: dict[str, Any] = {
     "draft_vocab_size": 2048,
     "ttt_steps": 3,
-    "single_step_share": 0.5,
+    "ttt_warmup_fraction": 0.5,
     "learning_rate": 1e-3,
     "batch_tokens": 1024,
     "held_out": 0.05,
-    "chain": 5,
+    "num_speculative_tokens": 5,
     "trackers": (),
 }
 
@@ -93,19 +94,16 @@ def narrow_domain_draft(
             f"the store of answers does not verify: {checked.problems[0]}", "please report it with this output"
         )
     say("train: an EAGLE-3 draft, bf16 compute")
-    report = train(
-        states=folder / "states",
-        model_path=EMBEDDED_NAME,
-        output_dir=folder / "draft",
-        progress=progress,
-        **{**RECIPE, **training},
+    settings = TrainSettings(
+        states=folder / "states", model_path=EMBEDDED_NAME, output_dir=folder / "draft", **{**RECIPE, **training}
     )
+    report = train(settings, progress=progress)
     say(f"eval: speculative decoding of {eval_problems} held-out problems, compared with plain decoding")
     acceptance = evaluate(
         draft=folder / "draft",
         model_path=EMBEDDED_NAME,
         prompts=(HELD_OUT,),
-        chain=RECIPE["chain"],
+        chain=RECIPE["num_speculative_tokens"],
         max_new_tokens=max_new_tokens,
         plain=3,
         limit=eval_problems,

@@ -29,7 +29,7 @@ def train(
     ] = "kl",
     ttt_steps: Annotated[int, typer.Option(help="Training-time-test steps, K.")] = 5,
     step_decay: Annotated[float, typer.Option(help="Weight of step k is this to the power k.")] = 0.8,
-    single_step_share: Annotated[
+    ttt_warmup_fraction: Annotated[
         float, typer.Option(help="Share of the run, at its start, that trains with K = 1 (several times faster).")
     ] = 0.0,
     learning_rate: Annotated[float, typer.Option(help="AdamW's rate after warm-up.")] = 4e-4,
@@ -48,6 +48,9 @@ def train(
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Compute dtype; masters are fp32.")
     ] = "auto",
+    sharding: Annotated[
+        Literal["ddp", "fsdp"], typer.Option(help="How several ranks (torchrun) share the weights: DDP or FSDP2.")
+    ] = "ddp",
     compile: Annotated[
         Literal["auto", "on", "off"],
         typer.Option(
@@ -87,7 +90,9 @@ def train(
 ) -> None:
     """Train an EAGLE-3 draft on a state store; the best one by simulated acceptance length is kept."""
     from eyas.base.stop_request import stoppable
+    from eyas.drafts.settings import DraftShape
     from eyas.runs.run import report_progress
+    from eyas.training.settings import TrainSettings
     from eyas.training.trainer import train as run
     from eyas.views.train_console import TrainDisplay, show_train_report
 
@@ -112,19 +117,18 @@ def train(
     with stoppable() as stop:
         stop.in_bulk = True  # from here on an ordered stop writes a checkpoint
         try:
-            report = run(
+            settings = TrainSettings(
                 states=states,
                 model_path=model_path,
                 output_dir=output_dir,
                 aux_layers=tuple(aux_layers) if aux_layers else None,
                 draft_vocab_size=draft_vocab_size,
-                draft={k: v for k, v in sizes.items() if v is not None and v is not False},
-                plain_rope=rope == "default",
+                draft=DraftShape(**sizes, rope=rope),
                 init_from=init_from,
                 loss=loss,
                 ttt_steps=ttt_steps,
                 step_decay=step_decay,
-                single_step_share=single_step_share,
+                ttt_warmup_fraction=ttt_warmup_fraction,
                 learning_rate=learning_rate,
                 weight_decay=weight_decay,
                 clip=clip,
@@ -137,21 +141,21 @@ def train(
                 held_out=held_out,
                 eval_samples=eval_samples,
                 eval_every=eval_every,
-                chain=chain,
+                num_speculative_tokens=chain,
                 patience=patience,
                 keep=keep,
                 checkpoint_every=checkpoint_every,
                 dtype=dtype,
+                sharding=sharding,
                 compile=compile,
                 train_head=train_head,
                 threads=threads,
                 seed=seed,
-                trackers=tuple(t for t in track or ["tensorboard"] if t != "none"),
+                trackers=tuple(track or ["tensorboard"]),  # type: ignore[arg-type]
                 allow_unverified=allow_unverified,
                 trust_remote_code=trust_remote_code,
-                progress=show,
-                stop=stop,
             )
+            report = run(settings, progress=show, stop=stop)
         finally:
             display.close()
     if os.environ.get("RANK", "0") == "0":
@@ -264,4 +268,4 @@ def import_draft(
     from eyas.exporting.foreign import import_draft as run
     from eyas.views.console import out
 
-    out.print(str(run(source, output_dir, model_path, layer_ids=layer_ids)))
+    out.print(str(run(source, output_dir, model_path, layer_ids=tuple(layer_ids) if layer_ids else None)))

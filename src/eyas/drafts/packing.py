@@ -57,6 +57,21 @@ class Layout:
         return sum(self.lengths)
 
     @property
+    def query_lengths(self) -> list[int]:
+        """Query rows per sample, n entries, sum R."""
+        return [t - f for t, f in zip(self.lengths, self.first_rows, strict=True)]
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """Starts among query rows and among tokens, as the flash kernel takes them."""
+        return self.query_offsets, self.key_offsets
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Most query rows, and most tokens, of a sample."""
+        return max(self.query_lengths), max(self.lengths)
+
+    @property
     def all_rows(self) -> bool:
         """Whether every token is a query row (R = T)."""
         return not any(self.first_rows)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from eyas.drafts.eagle3.attention import flash_fits
+from eyas.engines.flash import flash_fits, flash_forward
 
 NAME = "eyas_packed"
 
@@ -102,9 +102,7 @@ def _flash(
     """All samples in one kernel. query [1, Q, T, D], key and value [1, KV, T, D] -> [1, T, Q, D]."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     offsets, longest = row.offsets(query.device), max(row.lengths)
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scaling
-    )
+    out, _ = flash_forward(q, k, v, (offsets, offsets), (longest, longest), scaling)
     return out.unsqueeze(0)
 
 

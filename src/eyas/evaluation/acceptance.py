@@ -39,7 +39,7 @@ from eyas.target.embedded import resolve_model_path
 from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import load_target_parts
 from eyas.target.tokenizer import load_tokenizer, stop_ids
-from eyas.training.settings import compute_dtype
+from eyas.training.inputs import compute_dtype
 from eyas.training.simulation import Acceptance
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,50 +32,35 @@ from torch import Tensor
 
 from eyas.base.errors import InputError
 from eyas.base.files import translate_disk_full, validate_output_directory, write_json
+from eyas.base.settings import takes
 from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
 from eyas.drafts.files import DRAFT_FILES, draft_weights, load_draft, refuse_other_draft, save_draft
+from eyas.exporting.settings import ExportSettings
 from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
 from eyas.target.layers import to_sglang
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
 
-Format = Literal["vllm", "sglang", "speculators", "eyas"]
-FORMATS: tuple[str, ...] = ("vllm", "sglang", "speculators", "eyas")
 #: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
 ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
 
 
-def export(
-    draft: str | Path,
-    output_dir: str | Path,
-    format: Format = "vllm",
-    *,
-    dtype: str = "bfloat16",
-    embedding: bool = False,
-) -> Path:
-    """Write a draft as an engine loads it.
+@takes(ExportSettings)
+def export(settings: ExportSettings) -> Path:
+    """Write a draft as an engine loads it; returns the directory.
 
     Args:
-        draft: an eyas draft folder. output_dir: new or an earlier export. format: vllm, sglang, speculators or eyas (a copy).
-        dtype: of the weights: bfloat16, float16 or float32. embedding: also write the target's embedding (engines share the target's;
-            speculators gets it always, and a draft's own is always written).
-
-    Returns:
-        the folder.
+        settings: an `ExportSettings`, or its fields in order or by name.
 
     Raises:
-        InputError: an unknown format or dtype; a draft that SGLang cannot run, for SGLang; the embedding wanted, but the target gone.
-        StoreError: not a draft folder. FolderConflictError: the output folder holds something else.
+        InputError: a draft that SGLang cannot run, for SGLang; the target's embedding wanted, but the target gone or changed.
+        StoreError: not a draft directory. FolderConflictError: the output directory holds something else.
     """
-    if format not in FORMATS:
-        raise InputError(f"unknown format {format!r}", f"--format is one of {', '.join(FORMATS)}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise InputError(f"unknown dtype {dtype!r}", "--dtype is bfloat16, float16 or float32")
-    folder = Path(output_dir)
-    if folder.resolve() == Path(draft).resolve():
+    folder, format, dtype = settings.output_dir, settings.format, settings.dtype
+    if folder.resolve() == settings.draft.resolve():
         raise InputError(f"{folder} is the draft itself", "name another --output-dir")
     validate_output_directory(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
-    model, manifest = load_draft(draft)
+    model, manifest = load_draft(settings.draft)
     if format == "eyas":
         kept = {
             k: manifest[k]
@@ -92,7 +77,7 @@ def export(
     config, weights = in_layer_order(model.config, engine_weights(model))
     if format != "speculators":
         weights = engine_names(weights, config.num_layers)
-    if (embedding or format == "speculators") and not config.own_embedding:
+    if (settings.embedding or format == "speculators") and not config.own_embedding:
         weights["embed_tokens.weight"] = _embedding(manifest)
     kind = getattr(torch, dtype)
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}

@@ -28,6 +28,7 @@ from torch import Tensor
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash, validate_output_directory
 from eyas.base.manifest import MANIFEST
+from eyas.base.settings import takes
 from eyas.drafts.eagle3.init import rope_of
 from eyas.drafts.eagle3.model import ROPE_KINDS, Draft, DraftConfig, rope_frequencies
 from eyas.drafts.files import (
@@ -39,6 +40,7 @@ from eyas.drafts.files import (
     save_draft,
     vocabulary_ids,
 )
+from eyas.exporting.settings import ImportSettings
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import from_sglang, resolve_layer_ids
 from eyas.target.model_files import ModelInfo, check_weights, describe_model
@@ -224,19 +226,19 @@ def check_verifier(found: ForeignDraft, parts: TargetParts) -> None:
 # --- eyas import ----------------------------------------------------------------------------------------------------
 
 
-def import_draft(
-    source: str | Path, output_dir: str | Path, model_path: str, *, layer_ids: list[int] | None = None
-) -> Path:
-    """Read a vLLM, SGLang or speculators EAGLE-3 directory into an eyas draft directory.
+@takes(ImportSettings)
+def import_draft(settings: ImportSettings) -> Path:
+    """Read a vLLM, SGLang or speculators EAGLE-3 directory into an eyas draft directory, which is returned.
 
     Args:
-        model_path: the draft's target. layer_ids: our ids, for directories that name none or only SGLang's.
+        settings: an `ImportSettings`, or its fields in order or by name.
 
     Raises:
         InputError: not an EAGLE-3 draft, weights unknown or missing (each named), or the layer ids not to be found.
         FolderConflictError: the output directory holds something else, another draft included.
     """
-    source, output_dir = Path(source), Path(output_dir)
+    source, output_dir, layer_ids = settings.source, settings.output_dir, settings.layer_ids
+    model_path = settings.model_path
     _refuse_own_folder(source)
     validate_output_directory(output_dir, DRAFT_FILES)
     info = describe_model(resolve_model_path(model_path), model_path)

@@ -35,6 +35,7 @@ from eyas.base.errors import StoreError
 from eyas.base.files import fsync_directory, translate_disk_full, write_json
 from eyas.drafts.eagle3.model import DraftConfig
 from eyas.drafts.files import kept_weights
+from eyas.training.ranks import Ranks
 
 _GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -53,7 +54,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keep: int,
-    accelerator: Any,
+    ranks: Ranks,
 ) -> Path:
     """Write `folder/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it.
 
@@ -67,15 +68,15 @@ def save_checkpoint(
     need = 3 * sum(x.nbytes for x in weights.values())  # with the two moments
     folder.mkdir(parents=True, exist_ok=True)
     with translate_disk_full(folder, need, work):
-        if accelerator.is_main_process:
+        if ranks.main:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
             save_file(weights, work / "model.safetensors")
             torch.save(moments, work / "optimizer.pt")
-        accelerator.wait_for_everyone()
-        torch.save(_random_states(), work / f"rng-{accelerator.process_index}.pt")
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
+        ranks.wait()
+        torch.save(_random_states(), work / f"rng-{ranks.rank}.pt")
+        ranks.wait()
+        if ranks.main:
             write_json(work / "state.json", {**state, "step": step})
             for path in work.iterdir():
                 with open(path, "rb") as file:
@@ -85,7 +86,7 @@ def save_checkpoint(
             fsync_directory(folder)
             for old in list_checkpoints(folder)[:-keep]:
                 shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+    ranks.wait()
     return final
 
 
@@ -103,7 +104,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def load_checkpoint(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Any
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> dict[str, Any]:
     """Restore weights, moments and random states in place; returns the saved state. Every rank must call it.
 
@@ -117,7 +118,7 @@ def load_checkpoint(
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(model, weights, options=options)
         set_optimizer_state_dict(model, optimizer, moments, options=options)
-        own = path / f"rng-{accelerator.process_index}.pt"
+        own = path / f"rng-{ranks.rank}.pt"
         if own.exists():
             _restore_random_states(torch.load(own, weights_only=False))
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:

@@ -19,16 +19,42 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
 
 from eyas.base.errors import InputError
-from eyas.drafts.packing import Batch, pack
+from eyas.drafts.eagle3.init import count_supervised
+from eyas.drafts.packing import Batch, pack, supervised_rows
 from eyas.store.reader import States
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one pass over the tokens and masks of a store tells; the tokens are not kept.
+
+    prompts: per sample a hash of its prompt, or None (`prompt_hash`). learns: [n] bool, whether a draft could learn anything from it.
+    counts: [V] int64, how often each token is to be predicted.
+    """
+
+    prompts: list[str | None]
+    learns: np.ndarray
+    counts: np.ndarray
+
+
+def survey(states: States, vocab_size: int) -> Survey:
+    """Look at every sample of a store, without its states."""
+    prompts, learns, counts = [], np.zeros(len(states), bool), np.zeros(vocab_size, np.int64)
+    for i in range(len(states)):
+        token_ids, loss_mask = (x.numpy() for x in states.tokens(i))
+        prompts.append(prompt_hash(token_ids, loss_mask))
+        learns[i] = len(supervised_rows(loss_mask, 0)) > 0
+        count_supervised(counts, token_ids, loss_mask)
+    return Survey(prompts, learns, counts)
 
 
 @dataclass(frozen=True)
@@ -39,41 +65,37 @@ class Split:
     held_out: np.ndarray
 
 
-def split_by_prompt(
-    ids: Sequence[str], samples: Sequence[tuple[np.ndarray, np.ndarray]], held_out: float, least: int = 1
-) -> Split:
+def split_by_prompt(ids: Sequence[str], prompts: Sequence[str | None], held_out: float, least: int = 1) -> Split:
     """Hold out a share of the samples by a hash of their prompts: the same sample falls on the same side in every run and store, and two
     answers to one question never lie on both sides, where the draft would be judged on what it has learnt by heart.
 
     Args:
         ids: sample ids (hex), for samples without a prompt of their own: supervised from the first token on, or with a prompt that more
             samples share than are to be held out (a system message before plain text).
-        samples: (token_ids, loss_mask) each; the prompt is what comes before the first supervised token.
+        prompts: of each sample, from `prompt_hash`.
         held_out: share, 0..0.5. least: hold out at least so many (if there are twice as many).
 
     Raises:
-        InputError: a share outside 0..0.5, or too few samples to split.
+        InputError: too few samples to split.
     """
-    if not 0 <= held_out <= 0.5:
-        raise InputError(f"--held-out {held_out} is no share between 0 and 0.5", "for example 0.05")
-    count = max(round(len(ids) * held_out), least) if held_out else 0
-    prompts = [_prompt_hash(token_ids, loss_mask) for token_ids, loss_mask in samples]
+    number = max(round(len(ids) * held_out), least) if held_out else 0
+    if number * 2 > len(ids):
+        raise InputError(
+            f"{len(ids)} samples are too few to hold {number} of them out", "extract more, or set --held-out 0"
+        )
     shared = Counter(prompts)
     keys = [
-        one if prompt is None or shared[prompt] > count else prompt for one, prompt in zip(ids, prompts, strict=True)
+        one if prompt is None or shared[prompt] > number else prompt for one, prompt in zip(ids, prompts, strict=True)
     ]
     draws = np.array([int(key[-12:], 16) for key in keys], dtype=np.int64)
-    if count * 2 > len(ids):
-        raise InputError(
-            f"{len(ids)} samples are too few to hold {count} of them out", "extract more, or set --held-out 0"
-        )
     order = np.argsort(draws, kind="stable")
-    while 0 < count < len(order) and draws[order[count]] == draws[order[count - 1]]:
-        count += 1  # the rest of that prompt's answers
-    return Split(np.sort(order[count:]), np.sort(order[:count]))
+    while 0 < number < len(order) and draws[order[number]] == draws[order[number - 1]]:
+        number += 1  # the rest of that prompt's answers
+    return Split(np.sort(order[number:]), np.sort(order[:number]))
 
 
-def _prompt_hash(token_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
+def prompt_hash(token_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
+    """Of what comes before the first supervised token; None where nothing does."""
     first = int(np.argmax(loss_mask)) if loss_mask.any() else 0
     return hashlib.blake2b(token_ids[:first].astype("<i4").tobytes(), digest_size=16).hexdigest() if first else None
 
@@ -101,23 +123,36 @@ def plan_epoch(
         )
     order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(positions)
     window_of = (np.cumsum(lengths[order]) - 1) // (batch_tokens * parts)
-    windows = [order[window_of == w] for w in np.unique(window_of)]
-    joined: list[np.ndarray] = []
-    for window in windows:
-        if joined and (len(joined[-1]) < parts or (window is windows[-1] and len(window) < parts)):
-            joined[-1] = np.concatenate([joined[-1], window])
-        else:
-            joined.append(window)
-    steps = []
-    for window in joined:
-        bins: list[list[int]] = [[] for _ in range(parts)]
-        load = np.zeros(parts, np.int64)
-        for position in window[np.argsort(-lengths[window], kind="stable")]:
-            lightest = int(load.argmin())
-            bins[lightest].append(int(position))
-            load[lightest] += lengths[position]
-        steps.append([np.array(b) for b in bins])
-    return steps
+    begins = [0]
+    for edge in np.flatnonzero(np.diff(window_of)) + 1:
+        if edge - begins[-1] >= parts:
+            begins.append(int(edge))
+    if len(begins) > 1 and len(order) - begins[-1] < parts:
+        begins.pop()
+    return [_deal(window, lengths, parts) for window in np.split(order, begins[1:])]
+
+
+def _deal(window: np.ndarray, lengths: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Longest first to the emptiest part."""
+    bins: list[list[int]] = [[] for _ in range(parts)]
+    load = np.zeros(parts, np.int64)
+    for position in window[np.argsort(-lengths[window], kind="stable")]:
+        lightest = int(load.argmin())
+        bins[lightest].append(int(position))
+        load[lightest] += lengths[position]
+    return [np.array(b) for b in bins]
+
+
+def planned_steps(first: int, plan: Callable[[int], list[list[np.ndarray]]]) -> Iterator[list[np.ndarray]]:
+    """The parts of step `first` and of all steps behind it, without end. plan: epoch -> its steps.
+
+    Epochs differ in their number of steps, so the place of a step is found by walking from the start: cheap, and exact.
+    """
+    begin = 0
+    for epoch in count():
+        steps = plan(epoch)
+        yield from steps[max(0, first - begin) :]
+        begin += len(steps)
 
 
 def read_batch(

@@ -6,14 +6,14 @@ accepted up to the first that is not the target's own next token; the target add
 
     acceptance length = tokens emitted / verification rounds, the target's bonus token included
 
-The target's next tokens are rebuilt from its stored states over its *full* vocabulary: a token the draft cannot say is a rejection, as
-in serving. On answers that the target itself gave greedily the walk equals real decoding (in exact arithmetic); on answers of others it
+The target's next tokens are rebuilt from its stored states over its *full* vocabulary: a token outside the draft vocabulary is a
+rejection, as in serving. On answers that the target itself gave greedily the walk equals real decoding (in exact arithmetic); on answers of others it
 says how often draft and target agree along them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,10 @@ import numpy as np
 import torch
 
 from eyas.drafts.packing import Batch
+from eyas.store.reader import States
 from eyas.target.teacher import Teacher
+from eyas.training.data import read_batch
+from eyas.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class Acceptance:
     """Counts that add up over samples.
 
     rounds: verification steps. emitted: tokens, bonus included. accepted: [k] guesses accepted at each place of the chain.
-    sayable: supervised tokens' targets inside the draft vocabulary; targets: all of them.
+    in_vocabulary: supervised tokens' targets inside the draft vocabulary; targets: all of them.
     """
 
     rounds: int
     emitted: int
     accepted: np.ndarray
-    sayable: int = 0
+    in_vocabulary: int = 0
     targets: int = 0
 
     @property
@@ -53,7 +56,7 @@ class Acceptance:
             self.rounds + other.rounds,
             self.emitted + other.emitted,
             self.accepted + other.accepted,
-            self.sayable + other.sayable,
+            self.in_vocabulary + other.in_vocabulary,
             self.targets + other.targets,
         )
 
@@ -64,7 +67,7 @@ class Acceptance:
             "by_position": [round(x, 4) for x in self.by_position],
             "rounds": self.rounds,
             "emitted": self.emitted,
-            "target_in_draft_vocabulary": round(self.sayable / self.targets, 4) if self.targets else None,
+            "target_in_draft_vocabulary": round(self.in_vocabulary / self.targets, 4) if self.targets else None,
         }
 
 
@@ -100,39 +103,88 @@ def has_rounds(loss_mask: np.ndarray) -> bool:
 
 @torch.no_grad()
 def simulate(
-    draft: Any,
-    teacher: Teacher,
-    t2d: torch.Tensor,
-    batches: Iterable[Batch],
-    masks: Iterable[list[np.ndarray]],
-    chain: int,
+    draft: Any, teacher: Teacher, t2d: torch.Tensor, batch: Batch, masks: list[np.ndarray], num_speculative_tokens: int
 ) -> Acceptance:
-    """Simulated acceptance over packed batches.
+    """Simulated acceptance over a packed batch.
 
     Args:
-        draft: a Draft, or what wraps it for several GPUs. t2d: [V] bool, what the draft can say. batches: packed with at least `chain` steps, on the draft's device.
-        masks: per batch, the samples' loss masks [T_s]. chain: guesses per round, k.
+        draft: a Draft, or what wraps it for several GPUs. t2d: [V] bool, the draft vocabulary. batch: packed with at least
+            `num_speculative_tokens` steps, on the draft's device. masks: the samples' loss masks [T_s].
     """
-    total = Acceptance(0, 0, np.zeros(chain, np.int64))
-    for batch, batch_masks in zip(batches, masks, strict=True):
-        guesses = draft(batch, guess=chain)  # [R, k] target ids
-        answers = teacher.argmax(batch.final[batch.rows])  # [R], the target's token after each row's token
-        ahead = (
-            torch.arange(len(answers), device=answers.device).unsqueeze(1)
-            + 1
-            + torch.arange(chain, device=answers.device)
-        )
-        hits = (guesses == answers[ahead.clamp_max(len(answers) - 1)]).cpu().numpy()
-        sayable = t2d[answers].cpu().numpy()
-        starts = np.concatenate([[0], np.cumsum(np.subtract(batch.layout.lengths, batch.layout.first_rows))])
-        for s, mask in enumerate(batch_masks):
-            first = batch.layout.first_rows[s]
-            mine = slice(starts[s], starts[s + 1])
-            total = total + walk(hits[mine], first, mask)
-            predicted = np.flatnonzero(
-                np.asarray(mask)[first + 1 :]
-            )  # row r's target state predicts token first + r + 1
-            total = total + Acceptance(
-                0, 0, np.zeros(chain, np.int64), int(sayable[mine][predicted].sum()), len(predicted)
-            )
+    k = num_speculative_tokens
+    draft_tokens = draft(batch, guess=k)  # [R, k] target ids
+    answers = teacher.argmax(batch.final[batch.rows])  # [R], the target's token after each row's token
+    ahead = torch.arange(len(answers), device=answers.device).unsqueeze(1) + 1 + torch.arange(k, device=answers.device)
+    hits = (draft_tokens == answers[ahead.clamp_max(len(answers) - 1)]).cpu().numpy()  # [R, k]
+    in_vocabulary = t2d[answers].cpu().numpy()  # [R]
+    starts = np.concatenate([[0], np.cumsum(np.subtract(batch.layout.lengths, batch.layout.first_rows))])
+    total = Acceptance(0, 0, np.zeros(k, np.int64))
+    for s, mask in enumerate(masks):
+        first, rows = batch.layout.first_rows[s], slice(starts[s], starts[s + 1])
+        # Row r's target state predicts token first + r + 1.
+        predicted = np.flatnonzero(np.asarray(mask)[first + 1 :])
+        found = Acceptance(0, 0, np.zeros(k, np.int64), int(in_vocabulary[rows][predicted].sum()), len(predicted))
+        total = total + walk(hits[rows], first, mask) + found
     return total
+
+
+class HeldOut:
+    """The held-out samples, dealt out over ranks in groups of at most `batch_tokens`, to be simulated again and again.
+
+    Args:
+        positions: in the store. aux_ids, final_id: layers. num_speculative_tokens: draft tokens per round, k.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        positions: np.ndarray,
+        aux_ids: Sequence[int],
+        final_id: int,
+        ranks: Ranks,
+        *,
+        num_speculative_tokens: int,
+        batch_tokens: int,
+        skip_prompts: bool,
+    ):
+        self.positions, self._k, self._ranks = positions, num_speculative_tokens, ranks
+        self._read = lambda group: read_batch(
+            states, group, aux_ids, final_id, num_speculative_tokens, skip_prompts=skip_prompts
+        )
+        self._mask = lambda position: states.tokens(position)[1].numpy()
+        dealt = [_grouped(positions[r :: ranks.count], states.lengths, batch_tokens) for r in range(ranks.count)]
+        self._groups = dealt[ranks.rank]
+        # FSDP's collectives need the same number of forward passes on every rank: short ranks read one sample more, uncounted.
+        self._uncounted = max(map(len, dealt)) - len(self._groups)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def simulate(self, model: Any, teacher: Teacher, t2d: torch.Tensor) -> Acceptance:
+        """Over all ranks' samples. Every rank must call it."""
+        model.eval()
+        total = Acceptance(0, 0, np.zeros(self._k, np.int64))
+        for i, group in enumerate([*self._groups, *[[int(self.positions[0])]] * self._uncounted]):
+            batch, masks = self._read(group).to(self._ranks.device), [self._mask(p) for p in group]
+            found = simulate(model, teacher, t2d, batch, masks, self._k)
+            if i < len(self._groups):
+                total = total + found
+        model.train()
+        rounds, emitted, in_vocabulary, targets, *accepted = (
+            int(x)
+            for x in self._ranks.sum([total.rounds, total.emitted, total.in_vocabulary, total.targets, *total.accepted])
+        )
+        return Acceptance(rounds, emitted, np.array(accepted), in_vocabulary, targets)
+
+
+def _grouped(positions: np.ndarray, lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
+    """In order, as many together as fit into `batch_tokens`; a longer one alone."""
+    groups: list[list[int]] = []
+    filled = 0
+    for position in positions.tolist():
+        if not groups or filled + lengths[position] > batch_tokens:
+            groups.append([])
+            filled = 0
+        groups[-1].append(position)
+        filled += lengths[position]
+    return groups

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from eyas.runs.run import read_json
 from eyas.target.layers import describe_layer
 from eyas.target.model_files import human_bytes
 from eyas.training.checkpoints import list_checkpoints
-from eyas.training.trainer import METRICS, SETTINGS
+from eyas.training.figures import read_metrics
+from eyas.training.trainer import SETTINGS
 from eyas.views.train_console import describe
 
 
@@ -142,7 +141,7 @@ def _run(folder: Path, settings: dict[str, Any], saved: dict[str, Any] | None) -
         parts += [f"{settings['batch_tokens']:,} tokens x {settings['accumulate']} a step", f"seed {settings['seed']}"]
         parts += [f"begun from {settings['init_from']}"] if settings.get("init_from") else []
         rows.append(("settings", ", ".join(parts)))
-    last = _last_step(folder)
+    last = max((line["step"] for line in read_metrics(folder)), default=0)  # a training that wrote none stands at 0
     steps = f"{max(last, (saved or {}).get('step', 0)):,}"
     if saved:
         steps += f"; the draft is that of step {saved['step']:,}, after {saved['tokens']:,} tokens"
@@ -152,19 +151,6 @@ def _run(folder: Path, settings: dict[str, Any], saved: dict[str, Any] | None) -
     size = sum(file.stat().st_size for path in checkpoints for file in path.iterdir())
     rows.append(("checkpoints", f"{', '.join(kept)} ({human_bytes(size)})" if kept else "none"))
     return rows
-
-
-def _last_step(folder: Path) -> int:
-    """The last step that the run wrote figures of; 0 where it wrote none."""
-    try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    last = 0
-    for line in lines:
-        with suppress(ValueError, KeyError):  # a run that was killed may leave half a line
-            last = max(last, int(json.loads(line)["step"]))
-    return last
 
 
 def _measured(folder: Path) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafts.packing import Layout
+from eyas.engines.flash import flash_backward, flash_fits, flash_forward
 
 
 def ttt_attention(
@@ -143,27 +144,10 @@ def _elementwise(function: Callable[..., Any], compiled: bool) -> Callable[..., 
 # The prefix: one flash kernel for all samples on a GPU (variable lengths), one call per sample on a CPU.
 
 
-def flash_fits(q: Tensor) -> bool:
-    """Whether the flash kernel for variable lengths takes queries of this device, dtype and width."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-
-
 def prefix_forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within each sample. Returns out [R, heads, D] and the log-sum-exp [R, heads] (fp32, or fp64 for fp64)."""
     if flash_fits(q):
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            layout.query_offsets,
-            layout.key_offsets,
-            max(t - f for t, f in zip(layout.lengths, layout.first_rows, strict=True)),
-            max(layout.lengths),
-            0.0,
-            True,  # causal, aligned to the last key: query rows are the tail of each sample
-            False,
-            scale=scale,
-        )
+        out, lse = flash_forward(q, k, v, layout.offsets, layout.longest, scale)
         return out, lse.transpose(0, 1).contiguous()  # the kernel's is [heads, R]
     outs, lses = [], []
     for q_s, k_s, v_s in _by_sample(q, k, v, layout):
@@ -178,26 +162,10 @@ def prefix_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q [R, heads, D], k and v [T, kv_heads, D] for the prefix, given the common `out` and `lse`."""
     if flash_fits(q):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state, unused at rate 0
-        return torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.transpose(0, 1).contiguous(),
-            layout.query_offsets,
-            layout.key_offsets,
-            max(t - f for t, f in zip(layout.lengths, layout.first_rows, strict=True)),
-            max(layout.lengths),
-            0.0,
-            True,
-            seed,
-            torch.empty(0, dtype=torch.uint64, device=q.device),
-            scale=scale,
-        )
+        lse = lse.transpose(0, 1).contiguous()
+        return flash_backward(grad_out, q, k, v, out, lse, layout.offsets, layout.longest, scale)
     grads: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    queries = [t - f for t, f in zip(layout.lengths, layout.first_rows, strict=True)]
+    queries = layout.query_lengths
     extras = zip(grad_out.split(queries), out.split(queries), lse.split(queries), strict=True)
     for (q_s, k_s, v_s), (g_s, o_s, l_s) in zip(_by_sample(q, k, v, layout), extras, strict=True):
         for into, one in zip(grads, _sample_backward(g_s, q_s, k_s, v_s, o_s, l_s, scale), strict=True):
@@ -206,7 +174,7 @@ def prefix_backward(
 
 
 def _by_sample(q: Tensor, k: Tensor, v: Tensor, layout: Layout):
-    queries = [t - f for t, f in zip(layout.lengths, layout.first_rows, strict=True)]
+    queries = layout.query_lengths
     return zip(q.split(queries), k.split(layout.lengths), v.split(layout.lengths), strict=True)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash
 from eyas.drafts.eagle3.model import Draft, DraftConfig
+from eyas.drafts.settings import DraftInit
 from eyas.target.model_files import ModelInfo
 from eyas.target.teacher import TargetParts
 
@@ -120,12 +121,10 @@ class DraftVocabulary:
         return table
 
 
-def count_supervised(samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> np.ndarray:
-    """[V] int64, how often each token is to be predicted, over (token_ids, loss_mask) pairs."""
-    counts = np.zeros(vocab_size, np.int64)
-    for token_ids, loss_mask in samples:
-        counts += np.bincount(np.asarray(token_ids)[np.asarray(loss_mask).astype(bool)], minlength=vocab_size)
-    return counts
+def count_supervised(counts: np.ndarray, token_ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    """Add how often each token of one sample is to be predicted to `counts` [V] int64."""
+    ids, found = np.unique(token_ids[loss_mask.astype(bool)], return_counts=True)
+    counts[ids] += found
 
 
 def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> DraftVocabulary:
@@ -139,7 +138,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> Draft
     """
     if counts.sum() == 0:
         raise InputError(
-            "no token in the store is supervised (every loss mask is zero; fault F13)",
+            "no token in the store is supervised (every loss mask is zero)",
             "run `eyas prepare` again and look at its masks",
         )
     order = np.lexsort((np.arange(len(counts)), -counts))[:size]
@@ -148,26 +147,6 @@ def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> Draft
 
 
 # --- first weights --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FirstWeights:
-    """What a new draft begins with; each can be switched off, to measure what it is worth (`benchmarks/ablation_gpu.py`).
-
-    Attributes:
-        aux_scale: what auxiliary states are divided by: the RMS of each `dimension`, of each `layer`, or `none`.
-        self_attention: query and key of a head start equal on the hidden half, so that each row attends mostly to itself.
-        zero_down: the MLP starts as nothing. lens: `fc` starts as the last auxiliary state passed through.
-    """
-
-    aux_scale: str = "dimension"
-    self_attention: bool = True
-    zero_down: bool = True
-    lens: bool = True
-
-    def __post_init__(self) -> None:
-        if self.aux_scale not in ("dimension", "layer", "none"):
-            raise InputError(f"unknown aux_scale {self.aux_scale!r}", "dimension, layer or none")
 
 
 def measured_scale(states: Iterable[Tensor], layers: int, by: str = "dimension") -> Tensor:
@@ -202,14 +181,14 @@ def initialise(
     aux_scale: Tensor,
     *,
     seed: int = 0,
-    first: FirstWeights | None = None,
+    first: DraftInit | None = None,
 ) -> None:
     """Fill every weight of a new draft, in place.
 
     Args:
         aux_scale: [L*H], from `measured_scale` (ones for none). first: how to begin (its `aux_scale` is for `measured_scale`).
     """
-    first = first or FirstWeights()
+    first = first or DraftInit()
     config, generator = draft.config, torch.Generator().manual_seed(seed)
     H, D = config.hidden_size, config.head_dim
 
@@ -227,8 +206,8 @@ def initialise(
         if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("aux_norms"):
             parameter.fill_(1.0)
     aux = len(config.aux_layer_ids)
-    draft.fc.weight.copy_(normal(H, aux * H, std=(aux * H) ** -0.5 * (0.1 if first.lens else 1.0)))
-    if first.lens:
+    draft.fc.weight.copy_(normal(H, aux * H, std=(aux * H) ** -0.5 * (0.1 if first.logit_lens else 1.0)))
+    if first.logit_lens:
         # Undo the scaling of the last auxiliary state, relative to its overall size: h then points where the target's stream does.
         last = slice((aux - 1) * H, aux * H)
         size = 1.0 / aux_scale[last].float()
