@@ -104,7 +104,7 @@ def test_real_acceptance_equals_the_simulated_one(pair, option):
         samples.append((ids[0].numpy(), mask, states[0, :, : 3 * 32], states[0, :, 3 * 32 :]))
     token_ids, masks, aux, final = zip(*samples, strict=True)
     batch = pack(token_ids, masks, aux, final, 3, skip_prompts=draft.config.num_layers == 1)
-    found = simulate(draft, teacher, draft.t2d, [batch], [list(masks)], 3)
+    found = simulate(draft, teacher, draft.t2d, batch, list(masks), 3)
     assert found.rounds == sum(len(t.emitted) for t in traces)
     assert found.emitted == sum(sum(t.emitted) for t in traces)
     accepted = np.array([a for t in traces for a in t.accepted])
