@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import re
 import tracemalloc
 
 import pyarrow as pa
@@ -13,14 +16,12 @@ import pytest
 from eyas.base.errors import InputError
 from eyas.data.conversations import (
     Conversation,
-    DataSource,
-    RawRow,
     RowError,
     TokenRow,
     check_columns,
     parse_row,
-    read_rows,
 )
+from eyas.data.sources import DataSource, RawRow, Unreadable, files_of, read_rows
 
 
 def parsed(row, **columns) -> Conversation | TokenRow:
@@ -96,6 +97,50 @@ def test_sharegpt_function_calls():
     assert messages[1]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+def test_the_older_form_of_function_calls():
+    """OpenAI's `function_call` beside `functions`: the call is rendered, and its result knows which call it answers."""
+    row = {
+        "functions": [{"name": "weather"}],
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}},
+            {"role": "function", "name": "weather", "content": "Sunny"},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+    }  # fmt: skip
+    conversation = parsed(row)
+    [call] = conversation.messages[1]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
+    assert conversation.messages[2] == {
+        "role": "tool", "name": "weather", "content": "Sunny", "tool_call_id": call["id"],
+    }  # fmt: skip
+    assert conversation.tools == [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0.0}])
+def test_answers_that_the_data_mark_are_left_out(mark):
+    row = {"messages": [USER, {**REPLY, **mark}, USER, {**REPLY, **dict.fromkeys(mark, 1)}]}
+    assert [message.get("left_out") for message in parsed(row).messages] == [
+        None,
+        "marked as not to be trained on",
+        None,
+        None,
+    ]
+    first, second = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+    row = {"conversations": [first, {**second, **mark}, first, second]}
+    assert [("left_out" in message) for message in parsed(row).messages] == [False, True, False, False]
+
+
+def test_an_empty_answer_is_context():
+    row = {"messages": [USER, {"role": "assistant", "content": " \n"}, USER, REPLY]}
+    assert [message.get("left_out") for message in parsed(row).messages] == [None, "empty", None, None]
+
+
+def test_a_mapped_column_that_is_not_there_is_named():
+    with pytest.raises(RowError, match=r"no column 'dialogue' \(--column messages=dialogue\): found text"):
+        parsed({"text": "Hi"}, messages="dialogue")
+
+
 def test_tokenised_rows_with_masks_or_labels():
     assert parsed({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) == TokenRow([1, 2, 3], [0, 1, 1])
     assert parsed({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}) == TokenRow([1, 2, 3], [0, 1, 1])
@@ -118,7 +163,25 @@ BAD = {
     "content a number": ({"messages": [{"role": "user", "content": 7}, REPLY]}, "a number as content"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, REPLY]}, "not text (image)"),
     "no answer": ({"messages": [USER]}, "no assistant turn"),
-    "an empty answer": ({"messages": [USER, {"role": "assistant", "content": " "}]}, "assistant message 2 is empty"),
+    "an empty answer": ({"messages": [USER, {"role": "assistant", "content": " "}]}, "every one is empty"),
+    "all answers left out": ({"messages": [USER, {**REPLY, "weight": 0}]}, "marked as not to be trained on"),
+    "half a weight": ({"messages": [USER, {**REPLY, "weight": 0.5}]}, "learnt (1) or not (0)"),
+    "parts to train on": ({"messages": [USER, {**REPLY, "train_detail": [{"begin_offset": 0}]}]}, "only whole messages"),
+    "half a character": (rb'{"messages": [{"role": "user", "content": "Hi \ud83d"}, {"role": "assistant", "content": "a"}]}', "U+D83D"),
+    "half a character as a role": (rb'{"messages": [{"role": "\ud83d", "content": "Hi"}]}', "unknown role"),
+    "half a character as a column": (rb'{"\ud83d": 1}', "no known columns"),
+    "half a character in a tool": (rb'{"prompt": "a", "completion": "b", "tools": [{"name": "\udc00"}]}', "U+DC00"),
+    "an endless number": (b'{"prompt": "a", "completion": "b", "n": ' + b"9" * 5000 + b"}", "a number that cannot be read"),
+    "an endless number as text": ({"prompt": "a", "completion": "b", "tools": "9" * 5000}, "tools is a string that is not JSON"),
+    "deep JSON": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    "deep JSON in a string": ({"messages": "[" * 100_000}, "messages is a string that is not JSON"),
+    "deep arguments": ({"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": json.loads('{"a":' * 300 + "1" + "}" * 300)}]}]}, "levels deep"),
+    "history a number": ({"instruction": "a", "output": "b", "history": 5}, "list of [question, answer] pairs"),
+    "history of numbers": ({"instruction": "a", "output": "b", "history": [5]}, "list of [question, answer] pairs"),
+    "an empty instruction": ({"instruction": [], "input": "x", "output": "b"}, "instruction is a list beside an input"),
+    "a system of numbers": ({"messages": [USER, REPLY], "system": [5]}, "system is a list"),
+    "a scalar mask": ({"input_ids": [1, 2], "loss_mask": 0, "labels": [1, 2]}, "loss_mask must be a flat list"),
+    "a call that is text": ({"messages": [USER, {"role": "assistant", "content": None, "function_call": "auto"}]}, "must be a list, found a string"),
     "half a pair": ({"instruction": "Hi"}, "output is missing"),
     "a call without a name": ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]}, "without a function name"),
     "ids without mask": ({"input_ids": [1, 2]}, "without loss_mask"),
@@ -151,15 +214,20 @@ def test_files_and_folders_of_every_kind(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace("\n", "\n\n").encode())
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "c.json").write_text(lines)
-    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
-        file.write(lines)
+    packed = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    packed["zst"] = lambda data: pa.compress(data, "zstd", asbytes=True)
+    for ending, compress in packed.items():
+        (tmp_path / f"d.jsonl.{ending}").write_bytes(compress(lines.encode()) * 2)
+    (tmp_path / "f.json.zst").write_bytes(packed["zst"](json.dumps(rows).encode()))
     (tmp_path / "sub").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sub" / "e.parquet")
     (tmp_path / "notes.txt").write_text("not data")
-    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "sub/e.parquet"):
+    for ending in packed:
+        assert [said(row.data) for row in rows_of(tmp_path / f"d.jsonl.{ending}")] == [said(row) for row in rows * 2]
+    for name in ("a.jsonl", "b.json", "c.json", "f.json.zst", "sub/e.parquet"):
         assert [said(row.data) for row in rows_of(tmp_path / name)] == [said(row) for row in rows], name
     assert [row.line for row in rows_of(tmp_path / "a.jsonl")] == [1, 3, 5, 7, 9]
-    assert len(rows_of(tmp_path)) == 25
+    assert len(rows_of(tmp_path)) == 65
 
 
 def test_messages_from_parquet_have_no_null_keys(tmp_path):
@@ -172,20 +240,105 @@ def test_messages_from_parquet_have_no_null_keys(tmp_path):
     assert second.messages == [USER, REPLY]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.json", b'[{"prompt": "a", "completion": "b"}, {"prompt": ', "not JSON from here on"),
-        ("a.json", b'[{"prompt": "a", "completion": "b"}', "without its closing bracket"),
-        ("a.parquet", b"PAR1 nothing", "not a readable Parquet file"),
-    ],
-)
-def test_files_that_break_off_are_reported(tmp_path, name, content, reason):
+GOOD = b'{"prompt": "a", "completion": "b"}'
+#: A file that breaks off behind one good row -> what is said, with the number of bytes or rows that were not read.
+BREAKS_OFF = {
+    "an array cut in a row": ("a.json", b"[" + GOOD + b', {"prompt": ', "in the middle of row 2; 11 bytes"),
+    "an array cut in a string": ("a.json", b"[" + GOOD + b', {"prompt": "a [', "in the middle of row 2; 15 bytes"),
+    "an array cut behind a row": ("a.json", b"[" + GOOD, "behind row 1 without its closing bracket; 0 bytes"),
+    "an array cut behind a comma": ("a.json", b"[" + GOOD + b",\n", "behind row 1 without its closing bracket; 0 bytes"),
+    "joined arrays": ("a.json", b"[" + GOOD + b"]\n[" + GOOD + b"]\n", "text behind the end of the JSON array of 1 rows; 37 bytes"),
+    "text behind an array": ("a.json", b"[" + GOOD + b"] x", "text behind the end of the JSON array of 1 rows; 1 bytes"),
+    "an array without a comma": ("a.json", b"[" + GOOD + GOOD + b"]", "neither a comma nor its closing bracket; 35 bytes"),
+    "an array with crossed brackets": ("a.json", b"[" + GOOD + b', {"a": [}]', "brackets do not match"),
+    "lines cut in a row": ("a.jsonl", GOOD + b'\n{"prompt": "a", "com', "ends in the middle of a row (20 bytes"),
+    "a cut gzip": ("a.jsonl.gz", gzip.compress(GOOD + b"\n" + bytes(range(256)) * 99)[:-400], "cut or damaged behind row"),
+    "a false gzip": ("a.jsonl.gz", GOOD + b"\n", "cut or damaged behind row 0 (Not a gzipped file"),
+    "a cut zstd": ("a.jsonl.zst", pa.compress((GOOD + b"\n") * 9000, "zstd", asbytes=True)[:-9], "cut or damaged behind row"),
+    "a cut xz": ("a.json.xz", lzma.compress(GOOD + b"\n")[:-9], "cut or damaged behind row"),
+    "a cut bz2": ("a.jsonl.bz2", bz2.compress(GOOD + b"\n")[:-9], "cut or damaged behind row"),
+    "a table cut in a quotation": ("a.csv", b'prompt,completion\na,b\na,"b', "not readable as a table from line 3 on"),
+    "no Parquet": ("a.parquet", b"PAR1 nothing", "not a readable Parquet file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BREAKS_OFF)
+def test_files_that_break_off_are_reported_with_what_was_not_read(tmp_path, fault):
+    name, content, reason = BREAKS_OFF[fault]
     (tmp_path / name).write_bytes(content)
-    *good, broken = rows_of(tmp_path / name)
-    assert len(good) == (name == "a.json")
-    with pytest.raises(RowError, match=reason):
-        parse_row(broken)
+    *good, last = rows_of(tmp_path / name)
+    assert isinstance(last.data, Unreadable)
+    assert reason in last.data
+    if "json" in name and not name.endswith(("gz", "xz", "bz2", "zst")):
+        assert [said(row.data) for row in good] == [[("user", "a"), ("assistant", "b")]]
+    with pytest.raises(RowError, match=re.escape(str(last.data))):
+        parse_row(last)
+
+
+def test_a_parquet_file_that_is_damaged_in_its_middle_counts_its_rows(tmp_path):
+    table = pa.table({"prompt": [f"{k} " * 50 for k in range(2000)], "completion": ["b"] * 2000})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=500, compression="zstd", use_dictionary=False)
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    third = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(2).column(0).data_page_offset
+    content[third : third + 400] = b"\0" * 400
+    (tmp_path / "a.parquet").write_bytes(content)
+    *good, last = rows_of(tmp_path / "a.parquet")
+    assert f"{2000 - len(good):,} of its 2,000 rows were not read" in last.data
+    assert 0 < len(good) <= 1000
+
+
+def test_what_is_wrong_in_one_row_of_an_array_is_that_rows_error(tmp_path):
+    """Latin-1, an endless number, half a character, bottomless nesting, in the middle of an array: the others are read."""
+    bad = [b'{"prompt": "caf\xe9", "completion": "b"}', b'{"n": ' + b"9" * 5000 + b"}", b'{"n": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+           rb'{"prompt": "\ud83d", "completion": "b"}', b'{"prompt": "a" "b"}', b"3", b'"x"', b"null"]  # fmt: skip
+    (tmp_path / "a.json").write_bytes(b"[" + b",".join(one for row in bad for one in (row, GOOD)) + b"]")
+    found = []
+    for row in rows_of(tmp_path / "a.json"):
+        try:
+            parse_row(row)
+            found.append("good")
+        except RowError as error:
+            found.append(str(error))
+    assert found[1::2] == ["good"] * len(bad)
+    for reason, expected in zip(
+        found[::2],
+        ["not UTF-8", "a number that", "too deeply", "U+D83D", "not JSON", "a number", "a string", "null"],
+        strict=True,
+    ):
+        assert expected in reason
+
+
+def test_files_of_other_formats_are_named(tmp_path):
+    for name in ("a.jsonl", "sub/b.txt", "c.arrow", ".hidden.jsonl", ".git/x.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(GOOD + b"\n")
+    files, others = files_of(DataSource(str(tmp_path)))
+    assert [file.name for file in files] == ["a.jsonl"]
+    assert others == ["c.arrow", "sub/b.txt"]
+
+
+def test_tables(tmp_path):
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbfprompt,completion,system\r\n"Hi, ""you""\nthere",Hello,\r\nHi\r\ncaf\xe9,b,\r\nHi,Hello,Brief\r\n'
+    )
+    first, short, latin, last = rows_of(tmp_path / "a.csv")
+    assert said(first.data) == [("user", 'Hi, "you"\nthere'), ("assistant", "Hello")]
+    assert said(last.data)[0] == ("system", "Brief")
+    assert [row.line for row in (first, short, latin, last)] == [2, 4, 5, 6]
+    for row, reason in ((short, "1 values under a header of 3"), (latin, "a byte that is not UTF-8")):
+        with pytest.raises(RowError, match=reason):
+            parse_row(row)
+    (tmp_path / "a.tsv").write_text("prompt\tcompletion\nHi\tHello, you\n")
+    assert said(rows_of(tmp_path / "a.tsv")[0].data) == [("user", "Hi"), ("assistant", "Hello, you")]
+
+
+def test_splits_of_a_saved_data_set_are_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list([{"messages": [USER, REPLY]}])
+    datasets.DatasetDict({"train_sft": one, "test": one}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match="holds the splits test, train_sft"):
+        rows_of(tmp_path / "saved")
+    assert [said(row.data) for row in rows_of(tmp_path / "saved", split="test")] == [ASKED]
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "some words", "empty", "notes.txt"])

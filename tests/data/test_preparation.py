@@ -60,6 +60,41 @@ def test_nothing_usable_is_an_error_and_leaves_no_dataset(model, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_a_file_that_breaks_off_is_counted_and_the_rest_is_made(model, tmp_path):
+    good = json.dumps(chat("Hi", "Hello"))
+    (tmp_path / "a.json").write_text(f"[{good}]\n[{good}]")
+    (tmp_path / "b.jsonl").write_text(good.replace("Hi", "Yes?") + "\n")
+    (tmp_path / "c.txt").write_text("x")
+    report = prepare(tmp_path, model, tmp_path / "out", settings=PrepareSettings())
+    assert (report.samples, report.dropped, report.broken_sources) == (2, 1, 1)
+    assert report.files_passed_over == ["c.txt"]
+    assert f"{len(good) + 2} bytes from there on were not read" in report.rejected[0]["reason"]
+    counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
+    assert (counts["broken_sources"], counts["files_passed_over"]) == (1, ["c.txt"])
+
+
+def test_answers_marked_as_not_to_be_trained_on_are_counted(model, tmp_path):
+    row = chat("Hi", "Hello there", "And?", "Bye", "And?", " ")
+    row["messages"][1]["weight"] = 0
+    data = rows(tmp_path / "a.jsonl", row, chat("Hi", "Hello there", "And?", "Bye"))
+    report = prepare(data, model, tmp_path / "out")
+    assert (report.kept, report.answers, report.answers_left_out) == (2, 3, 1)
+    left, whole = open_dataset(tmp_path / "out")
+    tokenizer = byte_level_tokenizer("chatml")
+    assert tokenizer.decode(left.token_ids[left.loss_mask == 1]) == "Bye<|im_end|>"
+    assert left.token_ids.tolist() == whole.token_ids.tolist()
+    assert tokenizer.decode(whole.token_ids[whole.loss_mask == 1]) == "Hello there<|im_end|>Bye<|im_end|>"
+
+
+def test_a_supervised_token_that_nothing_stands_before_is_not_counted(model, tmp_path):
+    data = rows(
+        tmp_path / "a.jsonl", {"input_ids": [5], "loss_mask": [1]}, {"input_ids": [5, 6], "loss_mask": [1, 0]}, chat("Hi", "a")
+    )  # fmt: skip
+    report = prepare(data, model, tmp_path / "out")
+    assert (report.kept, report.dropped) == (1, 2)
+    assert all("no supervised token but the first" in one["reason"] for one in report.rejected)
+
+
 def test_a_cut_answer_counts_as_cut(model, tmp_path):
     long = "word " * 200
     data = rows(tmp_path / "chat.jsonl", chat("Hi", long), chat("Hi", "Yes", "More?", long, "And?", "No"))

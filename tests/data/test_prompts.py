@@ -87,7 +87,7 @@ def test_names_and_places(tokenizer, tmp_path):
         with pytest.raises(InputError, match="no such file, folder or packaged set"):
             load_prompts(wrong, tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    with pytest.raises(InputError, match=r"latin\.jsonl:1: not JSON"):
+    with pytest.raises(InputError, match=r"latin\.jsonl:1: not UTF-8"):
         load_prompts(str(tmp_path / "latin.jsonl"), tokenizer)
 
 

@@ -139,6 +139,10 @@ def test_the_command_lines(made, tmp_path):
     strict = run_eyas(*common, "--output-dir", tmp_path / "a", "--strict")
     assert strict.returncode == 20, strict.stderr
     assert "2 of 32 rows were not used" in strict.stdout
+    (tmp_path / "cut.jsonl").write_bytes((folder.parent / "chat.jsonl").read_bytes() + b'{"messages": [')
+    cut = run_eyas("prepare", "--data", tmp_path / "cut.jsonl", *common[3:], "--output-dir", tmp_path / "d")
+    assert cut.returncode == 20, cut.stderr
+    assert "files that break off" in cut.stdout
     lax = run_eyas(
         *common, "--output-dir", tmp_path / "b", "--chat-template-kwargs", "{}", "--column", "messages=messages"
     )

@@ -127,7 +127,7 @@ def prepare(
             overwrite=overwrite,
         )
     print_report(report)
-    if strict and report.dropped:
+    if report.broken_sources or (strict and report.dropped):
         raise typer.Exit(EXIT_INCOMPLETE)
 
 
@@ -244,5 +244,5 @@ def regenerate(
         progress=heartbeat,
     )
     print_regenerated(report)
-    if strict and report.rejected:
+    if report.broken_sources or (strict and report.rejected):
         raise typer.Exit(EXIT_INCOMPLETE)

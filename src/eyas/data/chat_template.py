@@ -31,7 +31,8 @@ from typing import Any, Literal
 import numpy as np
 
 from eyas.base.errors import InputError
-from eyas.data.conversations import Conversation
+from eyas.base.masks import runs
+from eyas.data.conversations import LEFT_OUT, Conversation
 from eyas.data.placement import MaskError, Place, agree, parts_of, place_texts
 from eyas.data.think_blocks import (
     CLOSE_TAG,
@@ -167,7 +168,7 @@ class ChatTemplate:
         """The messages as the template takes them: without our own keys, the reasoning under every name that the template reads."""
         result = []
         for message in messages:
-            one = {key: value for key, value in message.items() if key != "finish_reason"}
+            one = {key: value for key, value in message.items() if key not in ("finish_reason", LEFT_OUT)}
             if self._short_ids and message.get("tool_calls"):
                 one["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
             if self._short_ids and "tool_call_id" in one:
@@ -228,6 +229,9 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.settings.supervise == "last-turn":
             turns = turns[-1:]
+        turns = [i for i in turns if LEFT_OUT not in messages[i]]
+        if not turns:
+            raise MaskError("the last assistant turn is one not to learn from")
         clean = self._clean(messages)
         full = self.render(clean, tools)
         places = place_texts(lambda marked: self.render(marked, tools), full, clean)
@@ -494,8 +498,7 @@ class ChatTemplate:
             return None
         windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
         ends = np.flatnonzero((windows == np.asarray(header)).all(axis=1)) + len(header)
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], loss_mask.astype(np.int8), [0]))))
-        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        for start, end in runs(loss_mask):
             covered = ends[(ends > start) & (ends - len(header) < end)]
             if len(covered):
                 return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1}; fault F13)"
@@ -551,7 +554,7 @@ def _not_continued(turn: int, prompt: str, rendered: str, why: str) -> str:
 
 def _without_trailing(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Cut what follows the last assistant turn: nothing there is supervised, and some templates would render earlier turns otherwise."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    last = max((i for i, one in enumerate(messages) if one["role"] == "assistant" and LEFT_OUT not in one), default=-1)
     if last < 0:
         raise MaskError("no assistant turn")
     return messages[: last + 1], ["turns after the last answer left out"] if last + 1 < len(messages) else []

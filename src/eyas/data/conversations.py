@@ -1,8 +1,6 @@
-"""Reading chat data: any usual file or data set -> one `Conversation` (or ready `TokenRow`) per row, streaming.
+"""The usual forms of chat data -> one `Conversation`, or ready `TokenRow`.
 
-Two steps, so that the costly one can run in worker processes:
-- `read_rows(sources)` yields `RawRow`s (a line of bytes, or a dict) with the file and line they came from; it holds one of them at a time;
-- `parse_row(raw)` makes it a `Conversation` or `TokenRow`, or raises `RowError` with a reason a person can act on.
+`parse_row(raw)` raises `RowError` with a reason a person can act on, whatever the row holds.
 
 Trade-off: content given as a list of text parts is joined to one string, because most templates take only strings; a part that is
 no text (an image) makes the row an error instead of being dropped.
@@ -10,14 +8,14 @@ no text (an image) makes the row an error instead of being dropped.
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from eyas.base.errors import InputError
+from eyas.data.sources import BadRow, RawRow
 
 #: Names that data sets use for a speaker, and the role that chat templates know.
 ROLES = {
@@ -42,9 +40,13 @@ ROLES = {
     "function_call": "assistant",
     "tool_call": "assistant",
 }
-SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
-#: The longest single element of a JSON array that is waited for: beyond it the array is taken to be broken.
-ELEMENT_BYTES = 64 << 20
+#: How a message says that its answer is not to be trained on: OpenAI's and ShareGPT's `weight: 0`, Axolotl's `train: false` and others.
+TRAINING_MARKS = ("weight", "train", "training", "loss")
+#: Marks on *parts* of a message, which a mask of whole answers cannot follow.
+PARTIAL_MARKS = ("train_detail", "training_detail")
+#: The key of a `Conversation`'s message that is context and not supervised, with the reason.
+LEFT_OUT = "left_out"
+MARKED, EMPTY = "marked as not to be trained on", "empty"
 #: What a row is made of -> the column that holds it, before any `--column` mapping.
 COLUMNS = {
     "messages": ("messages",),
@@ -56,37 +58,26 @@ COLUMNS = {
     "completion": ("completion", "response"),
     "system": ("system",),
     "history": ("history",),
-    "tools": ("tools",),
+    "tools": ("tools", "functions"),
     "input_ids": ("input_ids",),
     "loss_mask": ("loss_mask",),
     "labels": ("labels",),
 }
 
 
+#: Deeper nesting of tools and arguments is refused: templates and their renderings recurse.
+MOST_LEVELS = 100
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 class RowError(Exception):
     """One row cannot be used; the text is the reason, for the report."""
 
 
-class Unreadable(str):
-    """In place of a row's data: why that place of a file could not be read."""
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A row as read. `data` is the line's bytes (JSON not parsed yet) or a dict; `line` counts from 1 (rows, where a file has no lines)."""
-
-    file: str
-    line: int
-    data: Any
-
-    @property
-    def source(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages as templates take them: `role`, `content` (text), and where given `reasoning_content`, `tool_calls`, `name`, `tool_call_id`."""
+    """Chat messages as templates take them: `role`, `content` (text), and where given `reasoning_content`, `tool_calls`, `name`,
+    `tool_call_id`; with two keys of our own, `finish_reason` ("length") and `left_out` (why an answer is not supervised)."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -100,16 +91,6 @@ class TokenRow:
     loss_mask: list[int]
 
 
-@dataclass(frozen=True)
-class DataSource:
-    """Where rows come from: `path` is a file, a folder or a data set's name for the `datasets` library (with `config`, `split`)."""
-
-    path: str
-    config: str | None = None
-    split: str = "train"
-    columns: Mapping[str, str] = field(default_factory=dict)
-
-
 def check_columns(columns: Mapping[str, str]) -> None:
     """Raise InputError when a `--column NAME=COLUMN` names something that no row is made of."""
     unknown = sorted(set(columns) - set(COLUMNS))
@@ -117,155 +98,25 @@ def check_columns(columns: Mapping[str, str]) -> None:
         raise InputError(f"--column knows no {', '.join(unknown)}", f"the names are {', '.join(COLUMNS)}")
 
 
-# ---------------------------------------------------------------- reading
-
-
-def read_rows(source: DataSource) -> Iterator[RawRow]:
-    """Yield the rows of one source in order; a part of a file that cannot be read at all comes as a row whose data is `Unreadable`.
-
-    Raises:
-        InputError: no such file, folder or data set, or a folder without data files.
-    """
-    path = Path(source.path)
-    if path.is_dir() and (path / "dataset_info.json").exists():
-        yield from _read_saved_dataset(path, source)
-    elif path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
-        if not files:
-            raise InputError(f"{path} holds no data files", f"expected files ending in {', '.join(SUFFIXES)}")
-        for file in files:
-            yield from _read_file(file)
-    elif path.is_file():
-        if not path.name.endswith(SUFFIXES):
-            raise InputError(f"{path}: unknown kind of data file", f"expected {', '.join(SUFFIXES)}")
-        yield from _read_file(path)
-    else:
-        yield from _read_hub(source)
-
-
-def _read_file(path: Path) -> Iterator[RawRow]:
-    if path.name.endswith(".parquet"):
-        yield from _read_parquet(path)
-        return
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        if ".json" in path.suffixes and _first_byte(file) == b"[":
-            yield from _read_array(path, file)
-            return
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield RawRow(str(path), number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-
-
-def _first_byte(file: IO[bytes]) -> bytes:
-    while byte := file.read(1):
-        if byte.strip() and byte not in b"\xef\xbb\xbf":
-            break
-    file.seek(0)
-    return byte
-
-
-def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
-    """The elements of one JSON array, decoded one by one from a window of the file, so that a large file needs little memory."""
-    import codecs
-
-    decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-    text, at, number, ended = "", 0, 0, False
-
-    def more() -> bool:
-        nonlocal text, at, ended
-        chunk = file.read(1 << 20)
-        ended = not chunk
-        text, at = text[at:] + utf8.decode(chunk, ended), 0
-        return not ended
-
-    more()
-    at = text.index("[") + 1
-    while True:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
-        if at >= len(text):
-            if not more():
-                yield RawRow(str(path), number + 1, Unreadable("the JSON array ends without its closing bracket"))
-                return
-            continue
-        if text[at] == "]":
-            return
+def row_of(raw: RawRow) -> dict[str, Any]:
+    """A row's columns. Raises RowError for what is no JSON object."""
+    row = raw.data
+    if isinstance(row, BadRow):
+        raise RowError(str(row))
+    if isinstance(row, bytes):
         try:
-            element, end = decoder.raw_decode(text, at)
-            if end == len(text) and more():  # a number or literal could go on in the next window
-                continue
+            row = json.loads(row.decode())
+        except UnicodeDecodeError as error:
+            raise RowError(f"not UTF-8 text (byte {error.start})") from None
         except json.JSONDecodeError as error:
-            if not ended and len(text) - at < ELEMENT_BYTES:
-                more()
-                continue
-            lost = Unreadable(f"not JSON from here on ({error.msg}); the rest of the file is lost")
-            yield RawRow(str(path), number + 1, lost)
-            return
-        at = end
-        number += 1
-        yield RawRow(str(path), number, element)
-
-
-def _read_parquet(path: Path) -> Iterator[RawRow]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield RawRow(str(path), number, _without_nulls(row))
-    except (pa.ArrowInvalid, OSError) as error:
-        yield RawRow(str(path), number + 1, Unreadable(f"not a readable Parquet file: {error}"))
-
-
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every message the union of all keys, absent ones as None: leave those out again."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            "reading this source needs the `datasets` library", "install it with `pip install 'eyas[datasets]'`"
-        ) from None
-    return datasets
-
-
-def _read_saved_dataset(path: Path, source: DataSource) -> Iterator[RawRow]:
-    loaded = _datasets().load_from_disk(str(path))
-    for number, row in enumerate(loaded, 1):
-        yield RawRow(source.path, number, _without_nulls(dict(row)))
-
-
-def _read_hub(source: DataSource) -> Iterator[RawRow]:
-    missing = InputError(
-        f"--data {source.path}: no such file or folder, and not a data set name of the form owner/name",
-        "check the path; packaged sets are named `conversations`, `word_problems` and `word_problems_heldout`",
-    )
-    path = source.path.removeprefix("hf:")
-    if path == source.path and (path.count("/") != 1 or path.startswith((".", "/")) or path.endswith(SUFFIXES)):
-        raise missing
-    try:
-        loaded = _datasets().load_dataset(path, source.config, split=source.split, streaming=True)
-    except (FileNotFoundError, ValueError, OSError) as error:
-        raise InputError(
-            f"--data {source.path}: no such file or folder, and `datasets` could not load it: {error}",
-            "check the name, --data-config and --data-split; a local file needs its path",
-        ) from None
-    for number, row in enumerate(loaded, 1):
-        yield RawRow(f"{source.path}[{source.split}]", number, _without_nulls(dict(row)))
-
-
-# ---------------------------------------------------------------- parsing
+            raise RowError(f"not JSON ({error.msg} at column {error.colno})") from None
+        except ValueError as error:
+            raise RowError(f"a number that cannot be read ({error})") from None
+        except RecursionError:
+            raise RowError("JSON nested too deeply") from None
+    if not isinstance(row, dict):
+        raise RowError(f"expected a JSON object, found {_kind(row)}")
+    return row
 
 
 def parse_row(
@@ -280,76 +131,101 @@ def parse_row(
     Raises:
         RowError: with the reason.
     """
-    row = raw.data
-    if isinstance(row, Unreadable):
-        raise RowError(str(row))
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except json.JSONDecodeError as error:
-            raise RowError(f"not JSON ({error.msg} at column {error.colno})") from None
-        except UnicodeDecodeError as error:
-            raise RowError(f"not UTF-8 text (byte {error.start})") from None
-        except RecursionError:
-            raise RowError("JSON nested too deeply") from None
-    if not isinstance(row, dict):
-        raise RowError(f"expected a JSON object, found {_kind(row)}")
+    row = row_of(raw)
+    mapped = columns or {}
 
     def get(name: str) -> Any:
-        if columns and name in columns:
-            return row.get(columns[name])
-        return next((row[column] for column in COLUMNS[name] if row.get(column) is not None), None)
+        places = (mapped[name],) if name in mapped else COLUMNS[name]
+        return next((row[column] for column in places if row.get(column) is not None), None)
 
     if get("input_ids") is not None:
         return _token_row(get("input_ids"), get("loss_mask"), get("labels"))
-    messages = get("messages")
-    if messages is None:
-        messages = get("conversations")
-    if messages is None:
-        messages = _pair_messages(get, need_answer)
-    if messages is None:
-        raise RowError(
-            f"no known columns: found {', '.join(sorted(map(str, row)))[:200] or 'none'}; "
-            "expected messages, conversations, instruction/output, prompt/completion or input_ids/loss_mask"
-        )
-    messages = _messages(messages)
-    if isinstance(get("system"), str) and get("system").strip() and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": get("system")})
-    if need_answer and not any(message["role"] == "assistant" for message in messages):
+    found = next((given for name in ("messages", "conversations") if (given := get(name)) is not None), None)
+    if found is None:
+        found = _pair_messages(get, need_answer)
+    if found is None:
+        raise RowError(_no_known_columns(row, mapped))
+    messages = _messages(found)
+    system = get("system")
+    if system is not None and not isinstance(system, str):
+        raise RowError(f"system is {_kind(system)}, expected text")
+    if system and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if need_answer and not answers:
         raise RowError("no assistant turn")
-    return Conversation(messages, _tools(get("tools")))
+    if need_answer and all(LEFT_OUT in one for one in answers):
+        reasons = sorted({one[LEFT_OUT] for one in answers})
+        raise RowError(f"no assistant turn to learn from: every one is {' or '.join(reasons)}")
+    conversation = Conversation(messages, _tools(get("tools")))
+    _check_values([conversation.messages, conversation.tools])
+    return conversation
+
+
+def _no_known_columns(row: Mapping[str, Any], mapped: Mapping[str, str]) -> str:
+    there = f"found {', '.join(sorted(map(str, row)))[:200] or 'none'}"
+    if missing := [f"{column!r} (--column {name}={column})" for name, column in mapped.items() if column not in row]:
+        return f"no column {', '.join(missing)}: {there}"
+    return f"no known columns: {there}; expected messages, conversations, instruction/output, prompt/completion or input_ids/loss_mask"
+
+
+def _check_values(value: Any, level: int = 0) -> None:
+    """Raise RowError for what no tokenizer and no template can take: half characters, endless numbers, bottomless nesting."""
+    if level > MOST_LEVELS:
+        raise RowError(f"tools or arguments nested more than {MOST_LEVELS} levels deep")
+    if isinstance(value, str):
+        if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
+            code = ord(lone.group())
+            why = (
+                "a byte that is not UTF-8"
+                if 0xDC80 <= code <= 0xDCFF
+                else f"half a character (lone surrogate U+{code:04X})"
+            )
+            raise RowError(f"the text holds {why} behind {value[max(0, lone.start() - 20) : lone.start()]!r}")
+    elif isinstance(value, int) and value.bit_length() > 4096:
+        raise RowError(f"a number of about {value.bit_length() * 3 // 10} digits")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(key, level + 1)
+            _check_values(item, level + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, level + 1)
 
 
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
     names = {
-        list: "a list",
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        bool: "a truth value",
-        dict: "an object",
-    }
+        list: "a list", str: "a string", int: "a number", float: "a number", bool: "a truth value", dict: "an object",
+    }  # fmt: skip
     return names.get(type(value), type(value).__name__)
+
+
+def _json(text: str, complaint: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # also a number of thousands of digits
+        raise RowError(complaint) from None
 
 
 def _token_row(ids: Any, mask: Any, labels: Any) -> TokenRow:
     if mask is None and labels is None:
         raise RowError("input_ids without loss_mask (or labels)")
-    for name, value in (("input_ids", ids), ("loss_mask" if mask is not None else "labels", mask or labels)):
+    name, given = ("loss_mask", mask) if mask is not None else ("labels", labels)
+    for column, value in (("input_ids", ids), (name, given)):
         if not isinstance(value, list) or not all(type(item) is int or type(item) is bool for item in value):
-            raise RowError(f"{name} must be a flat list of integers")
-    mask = [int(item) for item in mask] if mask is not None else [int(item != -100) for item in labels]
+            raise RowError(f"{column} must be a flat list of integers, found {_kind(value)}")
+    mask = [int(item) for item in given] if mask is not None else [int(item != -100) for item in given]
     if len(ids) != len(mask):
         raise RowError(f"{len(ids)} input_ids but {len(mask)} mask values")
     if not ids:
         raise RowError("no tokens")
     if min(ids) < 0 or max(ids) >= 2**31:
-        raise RowError(f"token ids must lie in 0..2^31-1, found {min(ids)}..{max(ids)}")
+        raise RowError("token ids must lie in 0..2^31-1")
     if not set(mask) <= {0, 1}:
         raise RowError("loss_mask must hold only 0 and 1")
-    return TokenRow(ids, mask)
+    return TokenRow([int(item) for item in ids], mask)
 
 
 def _pair_messages(get: Any, need_answer: bool) -> list[Any] | None:
@@ -364,74 +240,94 @@ def _pair_messages(get: Any, need_answer: bool) -> list[Any] | None:
             raise RowError(
                 f"{question} and {answer} must both be there, {question if asked is None else answer} is missing"
             )
-        if isinstance(asked, list) and isinstance(answered, list):  # conversational prompt and completion
-            return asked + answered
+        extra, past = (get("input"), _history(get("history"))) if question == "instruction" else (None, [])
+        if extra is not None and not isinstance(extra, str):
+            raise RowError(f"input is {_kind(extra)}, expected text")
+        if extra and extra.strip():
+            if not isinstance(asked, str):
+                raise RowError(f"instruction is {_kind(asked)} beside an input, expected text")
+            asked = f"{asked}\n\n{extra}"
         asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         answered = answered if isinstance(answered, list) else [{"role": "assistant", "content": answered}]
-        if question == "instruction":
-            extra = get("input")
-            if isinstance(extra, str) and extra.strip():
-                asked = [{"role": "user", "content": f"{asked[0]['content']}\n\n{extra}"}]
-            for pair in get("history") or []:
-                if not isinstance(pair, list) or len(pair) != 2:
-                    raise RowError("history must be a list of [question, answer] pairs")
-            past = [
-                {"role": role, "content": text}
-                for pair in get("history") or []
-                for role, text in zip(("user", "assistant"), pair, strict=True)
-            ]
-            asked = past + asked
-        return asked + answered
+        return past + asked + answered
     return None
+
+
+def _history(value: Any) -> list[dict[str, Any]]:
+    pairs = [] if value is None else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowError("history must be a list of [question, answer] pairs")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
-            raise RowError("messages is a string that is not JSON") from None
+        value = _json(value, "messages is a string that is not JSON")
     if not isinstance(value, list):
         raise RowError(f"messages must be a list, found {_kind(value)}")
     if not value:
         raise RowError("empty conversation")
-    return [_message(number, message) for number, message in enumerate(value, 1)]
+    messages = [_message(number, message) for number, message in enumerate(value, 1)]
+    waiting: list[str] = []
+    for message in messages:  # a result without an id answers the first call that has none yet
+        if message["role"] == "assistant":
+            waiting = [call["id"] for call in message.get("tool_calls", [])]
+        elif message["role"] == "tool" and waiting:
+            message.setdefault("tool_call_id", waiting[0])
+            waiting = [one for one in waiting if one != message["tool_call_id"]]
+    return messages
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RowError(f"message {number} is {_kind(message)}, expected an object with role and content")
-    said = message.get("role", message.get("from"))
+    said = message.get("role") if message.get("role") is not None else message.get("from")
     role = ROLES.get(said.strip().lower()) if isinstance(said, str) else None
     if role is None:
         raise RowError(
-            f"message {number} has no role" if said is None else f"message {number} has the unknown role {said!r}"
+            f"message {number} has no role" if said is None else f"message {number} has the unknown role {said!r:.80}"
         )
-    content, reasoning = _content(number, message["content"] if "content" in message else message.get("value"))
+    given = message["content"] if message.get("content") is not None else message.get("value")
+    content, reasoning = _content(number, given)
     result: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            if isinstance(message.get(key), str) and message[key].strip():
-                reasoning = message[key]
-                break
-        if reasoning:
-            result["reasoning_content"] = reasoning
-        calls = message.get("tool_calls")
-        if str(said).strip().lower() in ("function_call", "tool_call") and not calls:  # ShareGPT: the call is the value
-            calls, result["content"] = _json(content, f"message {number}: a function call that is not JSON"), ""
-            calls = calls if isinstance(calls, list) else [calls]
-        if calls:
-            result["tool_calls"] = _tool_calls(number, calls)
-        if not result["content"].strip() and not reasoning and not calls:
-            raise RowError(f"assistant message {number} is empty")
-        if message.get("finish_reason") == "length":
-            result["finish_reason"] = "length"
-    elif message.get("content", message.get("value")) is None:
+        _fill_answer(
+            number, message, result, reasoning, is_call=str(said).strip().lower() in ("function_call", "tool_call")
+        )
+    elif given is None:
         raise RowError(f"message {number} ({role}) has no content")
     for key in ("name", "tool_call_id"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
     return result
+
+
+def _fill_answer(
+    number: int, message: Mapping[str, Any], result: dict[str, Any], reasoning: str, is_call: bool
+) -> None:
+    """What only an assistant's message has: reasoning, calls, how it ended, whether it is to be learnt."""
+    fields = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
+    reasoning = next((text for text in fields if isinstance(text, str) and text.strip()), reasoning)
+    if reasoning:
+        result["reasoning_content"] = reasoning
+    calls = message.get("tool_calls") or message.get("function_call")  # the second: OpenAI's older form, one object
+    if is_call and not calls:  # ShareGPT: the call is the value
+        calls, result["content"] = _json(result["content"], f"message {number}: a function call that is not JSON"), ""
+    if calls:
+        result["tool_calls"] = _tool_calls(number, [calls] if isinstance(calls, dict) else calls)
+    if message.get("finish_reason") == "length":
+        result["finish_reason"] = "length"
+    if partial := next((key for key in PARTIAL_MARKS if message.get(key)), None):
+        raise RowError(f"message {number} has {partial}: only whole messages can be left out of training")
+    for key in TRAINING_MARKS:
+        value = message.get(key)
+        if value is not None and value not in (0, 1):
+            raise RowError(f"message {number} has the {key} {value!r:.80}: an answer is learnt (1) or not (0)")
+        if value is not None and not value:
+            result[LEFT_OUT] = MARKED
+    if not result["content"].strip() and not reasoning and not calls:
+        result.setdefault(LEFT_OUT, EMPTY)
 
 
 def _content(number: int, content: Any) -> tuple[str, str]:
@@ -453,15 +349,8 @@ def _content(number: int, content: Any) -> tuple[str, str]:
             texts.append(part["text"])
         else:
             kind = part.get("type", "an object without text") if isinstance(part, dict) else _kind(part)
-            raise RowError(f"message {number} has a content part that is not text ({kind})")
+            raise RowError(f"message {number} has a content part that is not text ({kind!s:.80})")
     return "".join(texts), "".join(reasoning)
-
-
-def _json(text: str, complaint: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise RowError(complaint) from None
 
 
 def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
@@ -470,21 +359,21 @@ def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
     result = []
     for order, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
             raise RowError(f"message {number}: a tool call without a function name")
-        arguments = function.get("arguments", {})
+        name, arguments = function["name"], function.get("arguments", {})
         if isinstance(
             arguments, str
-        ):  # the API's form; templates want the object, and a string only if it is no JSON object
+        ):  # the API's form; templates want the object, and text only if it is no JSON object
             try:
                 parsed = json.loads(arguments)
                 arguments = parsed if isinstance(parsed, dict) else arguments
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 pass
-        name = function["name"]
+        known = call.get("id") if isinstance(call.get("id"), (str, int)) else None
         result.append(
             {
-                "id": str(call.get("id") or f"functions.{name}:{order}"),
+                "id": str(known or f"functions.{name}:{order}"),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }

@@ -32,9 +32,10 @@ from eyas.base.errors import EyasError, FolderConflictError, InputError
 from eyas.base.files import write_json
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
-from eyas.data.conversations import DataSource, RawRow, check_columns, read_rows
+from eyas.data.conversations import check_columns
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.data.rows import Piece, PrepareSettings, RowMaker, RowResult, is_heldout
+from eyas.data.sources import DataSource, RawRow, files_of, read_rows
 from eyas.target.tokenizer import describe_shape, describe_tokenizer
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,11 @@ class PrepareReport:
     answers_cut: int = 0
     answers_lost: int = 0
     answers_unfinished: int = 0
+    answers_left_out: int = 0  # that the data mark as not to be learnt
     windows: int = 0  # samples that --on-long split made of long rows
     duplicates: int = 0
+    broken_sources: int = 0  # files that are cut or damaged: what follows in them was not read
+    files_passed_over: list[str] = field(default_factory=list)  # files of no data format, beside those that were read
     notes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     rejected: list[dict[str, Any]] = field(default_factory=list)  # the first ones; all of them are in rejected.jsonl
@@ -218,7 +222,8 @@ def prepare(
     folder = Path(output_dir)
     with only_writer(folder, DATASET_FILES):
         _clear(folder, described, overwrite)
-        report = PrepareReport(workers=workers or available_cores(), output=str(folder))
+        passed_over = [name for source in sources for name in files_of(source)[1]]
+        report = PrepareReport(workers=workers or available_cores(), output=str(folder), files_passed_over=passed_over)
         sink = _Sink(folder, settings, report)
         started = time.monotonic()
         for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
@@ -304,6 +309,8 @@ class _Sink:
         report.rows += 1
         report.answers += result.answers
         report.answers_lost += result.lost
+        report.answers_left_out += result.left_out
+        report.broken_sources += result.breaks_off
         if result.reason is not None:
             self._reject(result)
             return
@@ -355,7 +362,9 @@ class _Sink:
         self.rejected.write(json.dumps(entry, ensure_ascii=False) + "\n")
         self.report.dropped += 1
         self.report.reasons[_kind_of(str(result.reason))] += 1
-        if len(self.report.rejected) < 20:
+        if result.breaks_off:
+            self.report.rejected.insert(0, entry)
+        elif len(self.report.rejected) < 20:
             self.report.rejected.append(entry)
 
     def abandon(self) -> None:

@@ -8,7 +8,6 @@ library (`hf:openai/gsm8k:main:test`; CONFIG and SPLIT may be left out); `NAME=P
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ import numpy as np
 
 from eyas.base.errors import InputError
 from eyas.base.manifest import MANIFEST
-from eyas.data.conversations import SUFFIXES, Conversation, DataSource, RowError, TokenRow, parse_row, read_rows
+from eyas.data.chat_template import ChatTemplate, MaskError
+from eyas.data.conversations import Conversation, RowError, TokenRow, parse_row, row_of
 from eyas.data.dataset import open_dataset
 from eyas.data.preparation import PACKAGED, packaged
+from eyas.data.sources import SUFFIXES, DataSource, RawRow, read_rows
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,16 @@ def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptS
         for i in range(min(len(dataset), limit or len(dataset))):
             prompts.append(_prompt_of_tokens(dataset[i].token_ids, dataset[i].loss_mask))
     else:
+        template = ChatTemplate(tokenizer)
         for raw in read_rows(_source(place, path)):
             if limit is not None and len(prompts) >= limit:
                 break
-            data = raw.data
-            if isinstance(data, bytes):
-                try:
-                    data = json.loads(data)
-                except (ValueError, RecursionError) as error:
-                    raise InputError(f"{raw.source}: not JSON ({error})", "one JSON object per line") from None
-            prompts.append(_prompt_of_row(raw, data, tokenizer))
+            try:
+                prompts.append(_prompt_of_row(row_of(raw), template))
+            except (RowError, MaskError) as error:
+                raise InputError(
+                    f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`"
+                ) from None
     prompts = [p for p in prompts if p]
     if not prompts:
         raise InputError(f"{path} holds no prompts", "give conversations, questions, or a token dataset")
@@ -95,17 +96,13 @@ def _source(place: str, path: Path) -> DataSource:
     return DataSource(f"hf:{name}", config or None, split or "train")
 
 
-def _prompt_of_row(raw: Any, data: Any, tokenizer: Any) -> list[int]:
-    if isinstance(data, dict) and "messages" not in data and "conversations" not in data:
+def _prompt_of_row(data: dict[str, Any], template: ChatTemplate) -> list[int]:
+    if "messages" not in data and "conversations" not in data:
         text = next((data[key] for key in ("turns", "question", "prompt") if data.get(key)), None)
-        if isinstance(text, list):
-            text = text[0]
+        text = text[0] if isinstance(text, list) else text
         if isinstance(text, str):
-            return _chat(tokenizer, [{"role": "user", "content": text}], None)
-    try:
-        row = parse_row(raw, need_answer=False)
-    except RowError as error:
-        raise InputError(f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`") from None
+            data = {"prompt": text}
+    row = parse_row(RawRow("", 0, data), need_answer=False)
     if isinstance(row, TokenRow):
         return _prompt_of_tokens(np.array(row.token_ids), np.array(row.loss_mask))
     assert isinstance(row, Conversation)
@@ -113,15 +110,8 @@ def _prompt_of_row(raw: Any, data: Any, tokenizer: Any) -> list[int]:
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise InputError(f"{raw.source}: no user message to answer", "take the row out")
-    return _chat(tokenizer, messages, row.tools)
-
-
-def _chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int]:
-    ids = tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return [int(t) for t in ids]
+        raise RowError("no user message to answer")
+    return template.prompt_ids(messages, row.tools)
 
 
 def _prompt_of_tokens(token_ids: np.ndarray, loss_mask: np.ndarray) -> list[int]:

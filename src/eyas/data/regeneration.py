@@ -30,11 +30,12 @@ from eyas.base.files import write_json
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields
 from eyas.data.chat_template import ChatTemplate, MaskError, MaskSettings
-from eyas.data.conversations import Conversation, DataSource, RawRow, RowError, check_columns, parse_row, read_rows
+from eyas.data.conversations import Conversation, RowError, check_columns, parse_row
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.data.generators import Answer, Generator, Sampling
 from eyas.data.preparation import PACKAGED, REJECTED, packaged
 from eyas.data.rows import is_heldout, split_key
+from eyas.data.sources import DataSource, RawRow, Unreadable, read_rows
 from eyas.target.tokenizer import describe_shape, describe_tokenizer, load_tokenizer, stop_ids
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class RegenerateReport:
     resumed: int = 0
     repeated: int = 0
     rejected: int = 0
+    broken_sources: int = 0
     stopped_early: int = 0
     out_of_time: bool = False
     answers: int = 0
@@ -325,6 +327,7 @@ def _open(
     seen: set[str] = set()
     for row in rows:
         report.rows += 1
+        report.broken_sources += isinstance(row.data, Unreadable)
         try:
             item = parse_row(row, columns, need_answer=False)
             if not isinstance(item, Conversation):

@@ -11,8 +11,10 @@ from typing import Literal
 
 import numpy as np
 
+from eyas.base.masks import runs
 from eyas.data.chat_template import UNFINISHED, ChatTemplate, MaskedTokens, MaskError, MaskSettings
-from eyas.data.conversations import Conversation, RawRow, RowError, TokenRow, parse_row
+from eyas.data.conversations import EMPTY, LEFT_OUT, MARKED, Conversation, RowError, TokenRow, parse_row, row_of
+from eyas.data.sources import RawRow, Unreadable
 from eyas.target.tokenizer import load_tokenizer, stop_tokens
 
 OnLong = Literal["truncate", "drop", "split"]
@@ -50,13 +52,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowResult:
+    """What became of a row: its pieces, or the `reason` for which it has none.
+
+    answers, lost, left_out: answers in the row, those wholly beyond the length limit, those that the data mark as not to be learnt.
+    breaks_off: the rest of its file could not be read. columns: which of the mapped columns (`--column`) it has.
+    """
+
     place: RawRow  # without its data
-    pieces: list[Piece]
-    notes: list[str]
-    answers: int
-    key: bytes  # what the held-out split goes by
+    pieces: list[Piece] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    answers: int = 0
+    key: bytes = b""  # what the held-out split goes by
     reason: str | None = None
     lost: int = 0
+    left_out: int = 0
+    breaks_off: bool = False
+    columns: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Parsed:
+    """A row on its way: what it holds or why not, and how many renderings it gave."""
+
+    place: RawRow
+    item: Conversation | TokenRow | None = None
+    reason: str | None = None
+    renderings: int = 0
+    breaks_off: bool = False
+    columns: frozenset[str] = frozenset()
 
 
 class RowMaker:
@@ -75,73 +98,78 @@ class RowMaker:
         self.template = ChatTemplate(tokenizer, settings.mask, template, stop_tokens(model_path, tokenizer))
 
     def __call__(self, rows: Sequence[RawRow]) -> list[RowResult]:
-        parsed: list[tuple[RawRow, Conversation | TokenRow | None, str | None, int]] = []
-        texts = []
-        item: Conversation | TokenRow | None
+        parsed, texts = [], []
         for row in rows:
-            place = RawRow(row.file, row.line, None)
+            one = _Parsed(RawRow(row.file, row.line, None), breaks_off=isinstance(row.data, Unreadable))
+            parsed.append(one)
             try:
-                item = parse_row(row, self.columns)
-                made = self.template.masked_texts(item) if isinstance(item, Conversation) else []
+                data = row_of(row)
+                one.columns = frozenset(column for column in self.columns.values() if column in data)
+                one.item = parse_row(RawRow(row.file, row.line, data), self.columns)
+                made = self.template.masked_texts(one.item) if isinstance(one.item, Conversation) else []
+                one.renderings = len(made)
                 texts += made
-                parsed.append((place, item, None, len(made)))
             except (RowError, MaskError) as error:
-                parsed.append((place, None, str(error), 0))
+                one.reason = str(error)
         tokens = iter(self.template.tokens(texts))
         results = []
-        for place, item, reason, count in parsed:
-            made_tokens: list[MaskedTokens | MaskError] = list(islice(tokens, count))
-            if isinstance(item, TokenRow):
-                ids, mask = np.asarray(item.token_ids, np.int32), np.asarray(item.loss_mask, np.uint8)
+        for one in parsed:
+            made_tokens: list[MaskedTokens | MaskError] = list(islice(tokens, one.renderings))
+            if isinstance(one.item, TokenRow):
+                ids, mask = np.asarray(one.item.token_ids, np.int32), np.asarray(one.item.loss_mask, np.uint8)
                 made_tokens = [MaskedTokens(ids, mask, [])]
                 known = len(self.template.tokenizer)
                 if int(ids.max()) >= known:
-                    reason = f"token id {int(ids.max())} is not one of this tokenizer's {known}: rows of another model?"
+                    one.reason = (
+                        f"token id {int(ids.max())} is not one of this tokenizer's {known}: rows of another model?"
+                    )
                 elif not self.settings.trust_masks and self.settings.mask.supervise != "all":
-                    reason = self.template.given_mask_problem(ids, mask)
-            results.append(self._result(place, item, reason, made_tokens))
+                    one.reason = self.template.given_mask_problem(ids, mask)
+            results.append(self._result(one, made_tokens))
         return results
 
-    def _result(
-        self,
-        place: RawRow,
-        item: Conversation | TokenRow | None,
-        reason: str | None,
-        tokens: list[MaskedTokens | MaskError],
-    ) -> RowResult:
-        failed = next((str(one) for one in tokens if isinstance(one, MaskError)), reason)
-        if failed or item is None:
-            return RowResult(place, [], [], 0, b"", failed)
+    def _result(self, row: _Parsed, tokens: list[MaskedTokens | MaskError]) -> RowResult:
+        result = RowResult(row.place, breaks_off=row.breaks_off, columns=row.columns)
+        failed = next((str(one) for one in tokens if isinstance(one, MaskError)), row.reason)
+        if failed or row.item is None:
+            return replace(result, reason=_printable(failed or "nothing in it"))
         settings = self.settings
         pieces: list[Piece] = []
         notes: list[str] = []
         answers = lost = 0
-        why = "no assistant token (fault F13)"
+        why = "no assistant token"
         for one in tokens:
             assert isinstance(one, MaskedTokens)
             notes += one.notes
             answers += len(runs(one.loss_mask))
             fitted = fit(one.token_ids, one.loss_mask, settings.max_seq_len, settings.on_long)
-            kept = [piece for piece in fitted if piece.loss_mask.any()]
+            kept = [piece for piece in fitted if piece.loss_mask[1:].any()]
             if UNFINISHED in one.notes:
                 kept = [replace(piece, truncated=True, unfinished=True) for piece in kept]
             if one.loss_mask.any() and not kept:
                 lost += len(runs(one.loss_mask))
                 why = (
-                    f"longer than --max-seq-len {settings.max_seq_len} ({len(one.token_ids)} tokens)"
+                    "no supervised token but the first, which nothing stands before"
+                    if not one.loss_mask[1:].any()
+                    else f"longer than --max-seq-len {settings.max_seq_len} ({len(one.token_ids)} tokens)"
                     if settings.on_long == "drop"
                     else f"no assistant token within --max-seq-len {settings.max_seq_len}"
                 )
             pieces += kept
         if not pieces:
-            return RowResult(place, [], [], answers, b"", why, lost)
-        return RowResult(place, pieces, notes, answers, split_key(item), None, lost)
+            return replace(result, answers=answers, reason=why, lost=lost)
+        messages = row.item.messages if isinstance(row.item, Conversation) and settings.mask.supervise != "all" else []
+        if any(message.get(LEFT_OUT) == EMPTY for message in messages):
+            notes.append("an empty answer is not supervised")
+        left_out = sum(message.get(LEFT_OUT) == MARKED for message in messages)
+        return replace(
+            result, pieces=pieces, notes=notes, answers=answers, key=split_key(row.item), lost=lost, left_out=left_out
+        )
 
 
-def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of each run of ones in a mask [T]: one per answer."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+def _printable(reason: str) -> str:
+    """A reason as it can be written and shown anywhere: of bounded length, without half characters."""
+    return reason[:500].encode("utf-8", "backslashreplace").decode()
 
 
 def fit(token_ids: np.ndarray, loss_mask: np.ndarray, max_seq_len: int, on_long: OnLong) -> list[Piece]:

@@ -19,6 +19,7 @@ import torch
 
 from eyas.base.errors import StoreError
 from eyas.base.manifest import MANIFEST
+from eyas.base.masks import runs
 from eyas.evaluation.decode import Target
 from eyas.gates.evidence import row_relative_l2
 from eyas.store.reader import States, StateSample, open_states
@@ -219,8 +220,7 @@ def check_mask(states: States, end_ids: Sequence[int], prompt_end: Sequence[int]
     for index in range(min(samples, len(states))):
         token_ids, loss_mask = states.tokens(index)
         ids, mask = token_ids.tolist(), loss_mask.numpy().astype(np.int8)
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
-        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        for begin, end in runs(mask):
             if begin == 0:  # everything is supervised: there is no answer's place to miss
                 continue
             for late in (0, 1, -1):

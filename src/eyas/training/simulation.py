@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from eyas.base.masks import runs
 from eyas.drafts.packing import Batch
 from eyas.store.reader import States
 from eyas.target.teacher import Teacher
@@ -79,13 +80,12 @@ def walk(hits: np.ndarray, first_row: int, loss_mask: np.ndarray) -> Acceptance:
         loss_mask: [T]. Each run of ones is an answer; its first token comes from the prefill and is not counted.
     """
     k = hits.shape[1]
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(loss_mask, np.int8), [0]])))
     accepted = np.zeros(k, np.int64)
     rounds = emitted = 0
-    for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        at = max(int(begin), 1)
+    for begin, end in runs(loss_mask):
+        at = max(begin, 1)
         while at < end - 1:
-            left = int(end) - 1 - at
+            left = end - 1 - at
             row = hits[at - 1 - first_row]
             run = k if row.all() else int(row.argmin())
             accepted[: min(run, left)] += 1

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from eyas.base.errors import InputError
+from eyas.base.masks import runs
 from eyas.data.dataset import Sample, TokenDataset, open_dataset
 from eyas.data.preparation import HELDOUT, REJECTED, PrepareReport, length_histogram, predicted_bytes
-from eyas.data.rows import runs
 from eyas.target.model_files import human_bytes
 from eyas.target.tokenizer import load_tokenizer
 
@@ -39,6 +39,8 @@ COUNT_NAMES = {
     "answers_cut": "answers cut by the length limit",
     "answers_lost": "answers wholly beyond it",
     "answers_unfinished": "answers unfinished when generated",
+    "answers_left_out": "answers marked as not to be trained on",
+    "broken_sources": "files that break off",
 }
 
 
@@ -73,7 +75,14 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
     row("  wholly beyond it", report.answers_lost, "not in the dataset" if report.answers_lost else "", "yellow")
     if report.answers_unfinished:
         row("  unfinished", report.answers_unfinished, "cut when generated; their end is not supervised", "yellow")
+    if report.answers_left_out:
+        row("  left out", report.answers_left_out, "marked as not to be trained on", "yellow")
+    if report.broken_sources:
+        row("files that break off", report.broken_sources, "what follows in them was not read", "red")
     console.print(table)
+    if report.files_passed_over:
+        shown = ", ".join(report.files_passed_over[:8]) + (", ..." if len(report.files_passed_over) > 8 else "")
+        console.print(f"files passed over, of no data format: {shown}", style="yellow", markup=False, soft_wrap=True)
     for note, count in report.notes.most_common():
         console.print(f"  {count:,} ×: {note}", style="yellow")
     if report.dropped:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from eyas.base.errors import ContractError, EyasError
+from eyas.base.masks import runs
 from eyas.data.dataset import Sample
 from eyas.engines.contract import HOST_COPY, SHARD, SPLIT, Hop, check_model_output, require_sound, write_hops
 from eyas.store.checksums import row_sums
@@ -43,8 +44,7 @@ def owner_of(sample_id: str, owners: int) -> int:
 
 def mask_to_runs(loss_mask: np.ndarray) -> list[int]:
     """A 0/1 mask [T] as the flat list [start, stop, start, stop, ...] of its runs of ones, small enough to travel with a request."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], loss_mask.astype(np.int8), [0]])))
-    return [int(e) for e in edges]
+    return [edge for run in runs(loss_mask) for edge in run]
 
 
 def runs_to_mask(runs: Sequence[int], length: int) -> np.ndarray:
