@@ -11,9 +11,9 @@ from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.packing import pack
 from eyas.drafts.settings import DraftInit
-from eyas.engines.transformers import load_model
 from eyas.evaluation.baselines import NgramTable, lookup_then_table, prompt_lookup, replay
 from eyas.evaluation.decode import Target, decode, reject
+from eyas.target.loading import load_model
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import Teacher, load_target_parts
 from eyas.training.simulation import simulate

@@ -1,13 +1,16 @@
 """The target's distribution rebuilt from its state before the final norm equals the model's own logits."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.init import choose_vocabulary, count_supervised, derive_config, rope_of
+from eyas.target.decoder import find_decoder
 from eyas.target.model_files import describe_model
-from eyas.target.teacher import Teacher, load_target_parts
+from eyas.target.teacher import Teacher, full_logits, load_target_parts
 
 SIZES = {
     "vocab_size": 80,
@@ -19,6 +22,20 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
 
 
 def build(kind, folder, **changes):
@@ -28,7 +45,7 @@ def build(kind, folder, **changes):
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # a gain that differs from one, so that a wrong norm shows
+        if "norm" in name or "ln_f" in name or parameter.ndim == 1:  # gains that differ from one, biases from zero
             parameter.data += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return model
@@ -43,15 +60,28 @@ def build(kind, folder, **changes):
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 5.0}),
         ("Cohere", {"logit_scale": 0.25}),
         ("Granite", {"logits_scaling": 4.0}),
+        ("HyperCLOVAX", {"logits_scaling": 4.0}),  # multiplies, under Granite's name for a divisor
+        ("MiniCPM3", {"dim_model_base": 8, **MLA}),  # divides the state
+        ("Phi", {"partial_rotary_factor": 0.5}),  # a bias in the head
+        ("GPTJ", {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": 64}),
+        ("Ernie4_5_Moe", {"use_bias": True, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+        ("Phimoe", {"num_local_experts": 4}),  # a layer norm with `rms_norm_eps`
+        ("Nemotron", {"head_dim": 8}),  # a layer norm that adds one to its weight
+        ("Olmo", {}),  # a norm without weight
+        ("NemotronH", {"layers_block_type": ["attention", "moe", "attention"], "head_dim": 8, **EXPERTS}),  # `norm_f`
     ],
 )
 def test_logits_equal_the_models_own(kind, changes, tmp_path):
     model = build(kind, tmp_path, **changes)
+    info = describe_model(tmp_path)
     taken = {}
-    model.model.norm.register_forward_pre_hook(lambda _, args: taken.update(state=args[0]))
+    norm = find_decoder(model, info.num_layers).norm
+    norm.register_forward_pre_hook(lambda _, args: taken.update(state=args[0]))
     with torch.no_grad():
         logits = model(torch.arange(20).unsqueeze(0)).logits[0]
-    parts = load_target_parts(describe_model(tmp_path))
+    parts = load_target_parts(info)
+    assert info.readout.tried
+    torch.testing.assert_close(full_logits(taken["state"][0], parts), logits, rtol=1e-4, atol=1e-5)
     chosen = torch.tensor([1, 5, 40, 79])
     teacher = Teacher(parts, chosen, "cpu", torch.float32)
     torch.testing.assert_close(teacher.logits(taken["state"][0]), logits[:, chosen], rtol=1e-4, atol=1e-5)
@@ -66,6 +96,9 @@ def test_parts_of_a_wrapper_an_fp8_head_and_a_refused_one(tmp_path):
     renamed = {"language_model." + k: v for k, v in weights.items()}
     renamed["vision_tower.embed_tokens.weight"] = torch.zeros(3, 3)
     scale = head.abs().amax() / 448
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {
             **renamed,

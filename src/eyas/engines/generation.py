@@ -42,12 +42,12 @@ class TransformersGenerator:
         import torch
         from transformers import GenerationConfig
 
-        from eyas.engines.transformers import load_model
+        from eyas.target.loading import load_model
 
         self.sampling, self.batch_size, self.stop_ids = sampling, batch_size, list(stop_ids)
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         info = describe_model(resolve_model_path(model_path), model_path, trust_remote_code=trust_remote_code)
-        self.model: Any = load_model(info, info.dtype if dtype == "auto" else dtype, self.device, trust_remote_code)
+        self.model: Any = load_model(info, dtype, self.device)
         # `generate` fills what a call leaves open from here.
         self.model.generation_config = GenerationConfig()
 

@@ -139,16 +139,6 @@ def _explicit(
     return weights.to(v.dtype) @ v
 
 
-def avoid_cudnn_attention(device: torch.device) -> None:
-    """Take cuDNN out of the kernels that `scaled_dot_product_attention` chooses from, for this process; does nothing for a CPU.
-
-    torch prefers it on Hopper, and it builds a plan for every new length: on one H200 1.3 ms a call on samples that differ in
-    length, and a new length with each token while decoding. vLLM does the same.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def register() -> None:
     """Make `eyas_packed` known to transformers. No mask is registered under the name, so models build none."""
     from transformers import AttentionInterface

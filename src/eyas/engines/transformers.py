@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from eyas.base.check import Check
-from eyas.base.errors import ContractError, EngineError, EyasError, InputError
+from eyas.base.errors import ContractError, EyasError, InputError
 from eyas.base.part import WHOLE, Part
 from eyas.data.dataset import Sample
 from eyas.engines import packed_attention
@@ -27,7 +27,9 @@ from eyas.engines.base import CaptureResult, Progress
 from eyas.store.checksums import row_sums
 from eyas.store.format import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
-from eyas.target.model_files import LOADING, ModelInfo, human_bytes
+from eyas.target.decoder import Decoder, find_decoder
+from eyas.target.loading import load_model
+from eyas.target.model_files import ModelInfo, human_bytes
 
 log = logging.getLogger(__name__)
 
@@ -44,49 +46,6 @@ class TransformersSettings:
     threads: int | None = None
     trust_remote_code: bool = False
     part: Part = WHOLE
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Where the residual stream is found in a loaded model.
-
-    `base`: the module to run (no head). `layers`: its decoder layers. `norm`: the final norm. `path`: from the outer class
-    to the decoder, for people.
-    """
-
-    base: torch.nn.Module
-    layers: torch.nn.ModuleList
-    norm: torch.nn.Module
-    path: str
-
-
-def find_decoder(model: Any, num_layers: int) -> Decoder:
-    """The text decoder inside a causal LM, also when it sits in a multimodal wrapper.
-
-    Raises EngineError when no module has `num_layers` layers and a final norm.
-    """
-    names = ("layers", "h", "blocks", "block")
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
-    for name, module in model.named_modules():
-        layers = next(
-            (getattr(module, n) for n in names if isinstance(getattr(module, n, None), torch.nn.ModuleList)), None
-        )
-        norm = next((getattr(module, n) for n in norms if isinstance(getattr(module, n, None), torch.nn.Module)), None)
-        if layers is not None and norm is not None and len(layers) == num_layers and not _is_vision(name):
-            chain = [type(model).__name__]
-            current = model
-            for part in name.split(".") if name else []:
-                current = getattr(current, part)
-                chain.append(type(current).__name__)
-            return Decoder(module, layers, norm, " -> ".join(chain) + f", {num_layers} layers")
-    raise EngineError(
-        f"no decoder with {num_layers} layers and a final norm was found in {type(model).__name__}",
-        "this model's modules are named in a way eyas does not know; please report it",
-    )
-
-
-def _is_vision(name: str) -> bool:
-    return any(word in name.split(".") for word in ("vision_tower", "visual", "vision_model", "audio_tower"))
 
 
 class Capture:
@@ -200,7 +159,7 @@ class TransformersEngine:
         """Load the weights and place the hooks. Raises EngineError when transformers cannot load the model."""
         if self.threads:
             torch.set_num_threads(self.threads)
-        self.model = load_model(self.info, self.dtype, self.device, self.settings.trust_remote_code)
+        self.model = load_model(self.info, self.dtype, self.device)
         self.decoder = find_decoder(self.model, self.info.num_layers)
         log.info("decoder: %s", self.decoder.path)
         self.one_by_one = packed_attention.why_not_packable(self.model)
@@ -342,39 +301,3 @@ def check_memory(info: ModelInfo, dtype: str, device: str) -> Check:
     if need > 0.95 * free:
         return Check("memory", "FAIL", finding, hint)
     return Check("memory", "WARN" if need > 0.7 * free else "OK", finding, hint if need > 0.7 * free else "")
-
-
-def load_model(info: ModelInfo, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:
-    """Load a causal LM (or the multimodal model around one) for inference. Raises EngineError with transformers' own words."""
-    with LOADING:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    kwargs: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
-    if device.type == "cuda":
-        kwargs["device_map"] = {"": device}
-        packed_attention.avoid_cudnn_attention(device)
-    failures = []
-    auto: Any
-    model: Any
-    loading: dict[str, Any]
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        try:
-            with LOADING:
-                model, loading = auto.from_pretrained(info.path, output_loading_info=True, **kwargs)
-            break
-        except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
-            failures.append(f"{auto.__name__}: {str(error).splitlines()[0]}")
-    else:
-        raise EngineError(
-            f"transformers cannot load {info.id}: {'; '.join(failures)}",
-            "try --engine vllm, or another version of transformers",
-        )
-    absent = sorted(loading.get("missing_keys") or [])
-    if absent:
-        # transformers would fill them with random numbers and only log it.
-        raise EngineError(
-            f"{info.id}: {len(absent)} weights are in no file, among them {absent[0]}",
-            "the weights belong to another architecture or are incomplete",
-        )
-    model.requires_grad_(False)
-    return model.eval().to(device) if device.type == "cpu" else model.eval()

@@ -27,7 +27,7 @@ from eyas.base.settings import takes
 from eyas.data.prompts import PromptSet, load_prompts
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import load_draft
-from eyas.engines.transformers import load_model, sensible_threads
+from eyas.engines.transformers import sensible_threads
 from eyas.evaluation import diagnosis
 from eyas.evaluation.baselines import Baseline, load_baselines, replay
 from eyas.evaluation.decode import Target, Trace, choose, decode
@@ -36,6 +36,7 @@ from eyas.evaluation.settings import EvalSettings
 from eyas.evaluation.statistics import SetResult, Timing, joined
 from eyas.evaluation.vllm import measure_vllm, put_beside, require_vllm
 from eyas.target.embedded import resolve_model_path
+from eyas.target.loading import load_model
 from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import load_target_parts
 from eyas.target.tokenizer import load_tokenizer, stop_ids
@@ -78,7 +79,7 @@ def evaluate(settings: EvalSettings, *, progress: Callable[[str, int, int], None
     baselines = load_baselines(settings.ngram_data, diagnosis.store_of(manifest))
 
     dtype = str(compute).removeprefix("torch.")
-    target = Target(load_model(info, dtype, device, trust), draft.config.aux_layer_ids)
+    target = Target(load_model(info, dtype, device), draft.config.aux_layer_ids)
     run = Decoding(target, draft, settings, end_ids, torch.Generator(device).manual_seed(settings.seed))
     results = [measure(run, one, baselines.by_name, progress) for one in sets]
     report: dict[str, Any] = {

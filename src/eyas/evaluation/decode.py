@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.decoding import DraftDecoder
 from eyas.drafts.eagle3.model import Draft
-from eyas.engines.transformers import find_decoder
+from eyas.target.decoder import find_decoder
 
 
 @dataclass

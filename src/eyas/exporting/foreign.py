@@ -43,8 +43,9 @@ from eyas.drafts.files import (
 from eyas.exporting.settings import ImportSettings
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import from_sglang, resolve_layer_ids
-from eyas.target.model_files import ModelInfo, check_weights, describe_model
+from eyas.target.model_files import ModelInfo, describe_model
 from eyas.target.teacher import TargetParts, load_target_parts
+from eyas.target.weights import find_weights
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def read_foreign_draft(path: Path) -> ForeignDraft:
     """
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        tensors = {k: v for file, _ in check_weights(path) for k, v in load_file(file).items()}
+        tensors = {k: v for file in find_weights(path).files for k, v in load_file(file).items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             f"{path} is not a readable draft directory: {error}", "name a directory with config.json and *.safetensors"

@@ -9,8 +9,6 @@ Three kinds of evidence, from the weakest assumption to the strongest:
    captured in a batch: relative L2 per position, root mean square per layer. Catches states of another request (F2), missing ones (F3), leaks between packed samples.
 3. *Which layer.* For every id, the reference layer that lies nearest must be that very id: one layer early or late (F5), a
    repeated or swapped layer. This one holds even where low precision makes a mixture of experts route differently.
-
-Formulas: RMS norm x / sqrt(mean(x^2) + eps) * w, or * (1 + w) for Gemma's kind; computed in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ import torch
 from eyas.base.errors import ParityError
 from eyas.data.dataset import Sample
 from eyas.target.layers import describe_layer
+from eyas.target.loading import right_attention
+from eyas.target.readout import normalise, squash
 
 if TYPE_CHECKING:
     from eyas.engines.transformers import TransformersEngine
@@ -37,20 +37,6 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 TIE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 #: Up to this relative L2 to its nearest reference layer a state is that layer's; beyond, it is no layer's at all.
 RESEMBLES = 0.3
-
-
-def apply_norm(x: torch.Tensor, norm: torch.nn.Module, kind: str, eps: float) -> torch.Tensor:
-    """The final norm, written out in float32. x [T, H] -> [T, H] float32. `kind`: rms, rms_1p or layer."""
-    x = x.float()
-    weight = getattr(norm, "weight", None)
-    scale = torch.ones(x.shape[-1], device=x.device) if weight is None else weight.float()
-    if kind == "layer":
-        centred = x - x.mean(-1, keepdim=True)
-        out = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * scale
-        bias = getattr(norm, "bias", None)
-        return out if bias is None else out + bias.float()
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return normed * (1 + scale) if kind == "rms_1p" else normed * scale
 
 
 def relative_l2(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -80,7 +66,7 @@ def reference_states(
     """
     model, decoder = engine.model, engine.decoder
     if not engine.one_by_one:
-        model.set_attn_implementation("eager" if not getattr(model, "_supports_sdpa", True) else "sdpa")
+        model.set_attn_implementation(right_attention(model))
     final: list[torch.Tensor] = []
 
     def keep_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,8 +126,8 @@ def judge_final(
     final: torch.Tensor, last: torch.Tensor, engine: TransformersEngine, tolerance: float, what: str
 ) -> dict[str, float]:
     """Final state [T, H] -> final norm -> compare with the model's own normed state `last` [T, H]; raises ParityError (F6, F7)."""
-    kind, eps = engine.info.final_norm["kind"], engine.info.final_norm["eps"]
-    mine = apply_norm(final, engine.decoder.norm, kind, eps)
+    kind, eps = engine.info.readout.norm_kind, engine.info.readout.norm_eps
+    mine = _normed(final, engine)
     error = relative_l2(mine, last)
     already = relative_l2(final, last)
     if already <= tolerance / 10 or not error <= tolerance:
@@ -152,6 +138,11 @@ def judge_final(
             "a wrong kind of norm, or hidden instead of hidden + residual (fault F7); please report the architecture",
         )
     return {"norm_error": error}
+
+
+def _normed(x: torch.Tensor, engine: TransformersEngine) -> torch.Tensor:
+    readout, norm = engine.info.readout, engine.decoder.norm
+    return normalise(x, readout.norm_kind, readout.norm_eps, getattr(norm, "weight", None), getattr(norm, "bias", None))
 
 
 def _already_normed(error: float, what: str) -> ParityError:
@@ -225,12 +216,10 @@ def judge_parity(
             if strict or last_in_pass is not None:
                 figures = judge_final(captured[N].to(own.device), own, engine, tolerance, what)
                 alone_last = max(alone_last, figures["norm_error"])
-            head = engine.model.get_output_embeddings()
-            normed = apply_norm(
-                captured[N].to(last.device), engine.decoder.norm, info.final_norm["kind"], info.final_norm["eps"]
-            )
+            head, readout = engine.model.get_output_embeddings(), info.readout
+            read = _normed(captured[N].to(last.device), engine) * readout.state_scale
             with torch.inference_mode():
-                rebuilt = _with_softcap(head(normed.to(head.weight.dtype)), engine)
+                rebuilt = squash(head(read.to(head.weight.dtype)), readout.logit_scale, readout.softcap)
             differs, decisive = decisive_differences(rebuilt, logits, max(TIE[dtype], 10 * extra_tolerance))
             ties += differs - len(decisive)
             positions += len(sample)
@@ -267,8 +256,3 @@ def decisive_differences(rebuilt: torch.Tensor, own: torch.Tensor, tie: float) -
     gap = (own.gather(-1, theirs[:, None]) - own.gather(-1, mine[:, None])).squeeze(-1).float()
     decisive = [int(i) for i in differs if not float(gap[i]) <= tie * float(own[i].float().std())]
     return len(differs), decisive
-
-
-def _with_softcap(logits: torch.Tensor, engine: TransformersEngine) -> torch.Tensor:
-    cap = getattr(engine.model.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,40 +1,22 @@
-"""What a model folder says before anything is loaded: its shape, its identity, and whether its weights are all there.
-
-Reads `config.json`, the weights' index and the *headers* of the safetensors files: a few kilobytes per file, so that 540 GB on a
-slow shared disk are checked in seconds.
-"""
+"""What a model directory says before anything is loaded: the target's shape and identity."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import struct
-import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash
+from eyas.target.skeleton import LOADING
+from eyas.target.weights import Weights, find_weights, hash_weights, require_numbers
 
-#: transformers loads in one thread at a time: while it does, it alters its own classes, and another thread's weights go missing.
-LOADING = threading.RLock()
-
-#: Model types whose final norm multiplies by (1 + weight), read from their source. Others multiply by the weight.
-ONE_PLUS_NORMS = {
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "recurrent_gemma",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-}
+if TYPE_CHECKING:
+    from eyas.target.readout import Readout
 
 
 @dataclass(frozen=True)
@@ -42,8 +24,9 @@ class ModelInfo:
     """A target's shape and identity, from its folder alone.
 
     `architecture`: outer class. `num_layers`, `hidden_size`, `vocab_size`, `num_heads`, `num_kv_heads`: of the text decoder.
-    `final_norm`: {`kind`: rms | rms_1p | layer, `eps`}. `config_hash` covers config.json, `weights_hash` every weights file's
-    header, size and three samples of its content (a fine-tuned model of the same shape differs).
+    `config_hash` covers config.json, `weights_hash` every weights file's header, size and three samples of its content (a fine-tuned
+    model of the same shape differs). `config`: the config as transformers' class resolves it, defaults filled in; what a model's shape
+    and settings are is read from there (`text`), never from config.json.
     """
 
     id: str
@@ -58,27 +41,56 @@ class ModelInfo:
     num_kv_heads: int
     max_position: int
     dtype: str
-    final_norm: dict[str, Any]
     tied_head: bool
     is_moe: bool
     quantization: str | None
     weight_bytes: int
     config_hash: str
     weights_hash: str
+    config: Any = field(repr=False, compare=False)
+    trust_remote_code: bool = False
+
+    @cached_property
+    def text(self) -> dict[str, Any]:
+        """The resolved config of the text decoder."""
+        return self.config.get_text_config().to_dict()
+
+    @property
+    def uses_mla(self) -> bool:
+        """Whether attention is multi-head latent attention (DeepSeek, Kimi)."""
+        return bool(self.text.get("kv_lora_rank"))
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the text decoder sits beside an encoder of images or sound."""
+        own = self.config.to_dict()
+        return "text_config" in own and ("vision_config" in own or "audio_config" in own)
 
     def for_manifest(self) -> dict[str, Any]:
-        """The fields that a manifest keeps (no local path)."""
-        fields = asdict(self)
-        del fields["path"]
-        return fields
+        """The fields that a manifest keeps (nothing local), and `final_norm`."""
+        local = ("path", "config", "trust_remote_code")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in local} | {
+            "final_norm": self.final_norm
+        }
+
+    @cached_property
+    def readout(self) -> Readout:
+        """What the target's class does between its last layer and its logits, found by running it without its layers."""
+        from eyas.target.readout import try_readout  # imports torch
+
+        return try_readout(self.config, self.trust_remote_code)
+
+    @property
+    def final_norm(self) -> dict[str, Any]:
+        """{`kind`: rms | rms_1p | layer | layer_1p, `eps`}."""
+        return {"kind": self.readout.norm_kind, "eps": self.readout.norm_eps}
 
     def quantises_activations(self) -> bool:
         """Whether the checkpoint's scheme rounds the inputs of its products too (FP8 W8A8 and the like), not only its weights.
 
         Engines round them at different places and transformers often not at all, so two right engines differ by several percent.
         """
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        scheme = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+        scheme = _quantization(self.config)
         groups = (scheme.get("config_groups") or {}).values()
         if any(isinstance(group, dict) and group.get("input_activations") for group in groups):
             return True
@@ -120,11 +132,10 @@ def describe_model(
             f"{path} describes no causal language model (no depth, width or vocabulary)", "check --model-path"
         ) from None
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    files = check_weights(folder) if need_weights else []
+    quantization = _quantization(config)
+    weights = find_weights(folder) if need_weights else Weights({}, {})
+    require_numbers(folder, weights, quantization)
     experts = [getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts")]
-    quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    if quantization is not None and not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
     return ModelInfo(
         id=str(name or folder),
         path=folder,
@@ -138,14 +149,22 @@ def describe_model(
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         max_position=int(getattr(text, "max_position_embeddings", 0) or 0),
         dtype=_dtype_name(getattr(config, "dtype", None) or getattr(text, "dtype", None)),
-        final_norm=_final_norm(text),
         tied_head=bool(getattr(config, "tie_word_embeddings", False)),
         is_moe=any(isinstance(n, int) and n > 1 for n in experts),
-        quantization=None if quantization is None else str(quantization.get("quant_method", "unknown")),
-        weight_bytes=sum(size for _, size in files),
+        quantization=str(quantization.get("quant_method", "unknown")) if quantization else None,
+        weight_bytes=sum(weights.files.values()),
         config_hash=content_hash(raw),
-        weights_hash=_weights_hash(folder, files),
+        weights_hash=hash_weights(weights),
+        config=config,
+        trust_remote_code=trust_remote_code,
     )
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    return {} if found is None else found if isinstance(found, dict) else found.to_dict()
 
 
 def _revision(folder: Path) -> str | None:
@@ -156,106 +175,6 @@ def _revision(folder: Path) -> str | None:
 def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     return name if name in {"float32", "bfloat16", "float16"} else "bfloat16"
-
-
-def _final_norm(config: Any) -> dict[str, Any]:
-    if config.model_type in ONE_PLUS_NORMS:
-        kind = "rms_1p"
-    elif hasattr(config, "rms_norm_eps"):
-        kind = "rms"
-    else:
-        kind = "layer"
-    eps = next(
-        (
-            getattr(config, k)
-            for k in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
-            if hasattr(config, k)
-        ),
-        1e-6,
-    )
-    return {"kind": kind, "eps": float(eps)}
-
-
-def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Header of a safetensors file as JSON, after checking it against the file's length.
-
-    Raises:
-        InputError: truncated, cut short or with a malformed header; says which and by how many bytes.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            raise InputError(
-                f"{path} is no whole safetensors file: its header says {length} bytes, the file has {size}",
-                "download this file again",
-            )
-        try:
-            header = json.loads(file.read(length))
-            end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError) as error:
-            raise InputError(f"{path} has a damaged safetensors header: {error}", "download this file again") from None
-    if size != 8 + length + end:
-        raise InputError(
-            f"{path} should have {8 + length + end} bytes by its header, it has {size}",
-            "it was cut short or is still being copied: download this file again",
-        )
-    return header
-
-
-def check_weights(folder: Path) -> list[tuple[Path, int]]:
-    """Every weights file with its size, after checking that all are there and whole.
-
-    Raises:
-        InputError: no weights, a file of the index missing, a tensor of the index not in its file, a file cut short.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-            raise InputError(f"{index} is not a weights index: {error}", "download it again") from None
-        names = sorted(set(weight_map.values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise InputError(
-                f"{len(missing)} of {len(names)} weights files are missing in {folder}: {', '.join(missing[:5])}",
-                "download them; the index names them",
-            )
-        for name in names:
-            there = set(read_safetensors_header(folder / name))
-            absent = next((key for key, where in weight_map.items() if where == name and key not in there), None)
-            if absent:
-                raise InputError(
-                    f"{folder / name} does not hold {absent}, which the index places there",
-                    "index and files are of different downloads",
-                )
-        return [(folder / name, (folder / name).stat().st_size) for name in names]
-    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
-    if not files:
-        pickles = sorted(folder.glob("*.bin"))
-        hint = (
-            "these are pickles: convert them to safetensors"
-            if pickles
-            else "download the weights, or use `eyas rehearse` for dummy weights"
-        )
-        raise InputError(f"{folder} holds no safetensors weights", hint)
-    for file in files:
-        read_safetensors_header(file)
-    return [(file, file.stat().st_size) for file in files]
-
-
-def _weights_hash(folder: Path, files: list[tuple[Path, int]]) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    for path, size in files:
-        state.update(f"{path.name}:{size}".encode())
-        with open(path, "rb") as file:
-            header = 8 + struct.unpack("<Q", file.read(8))[0]
-            for at in (0, header, header + (size - header) // 2, max(header, size - 4096)):
-                file.seek(at)
-                state.update(file.read(4096))
-    return state.hexdigest()
 
 
 def free_bytes(folder: Path) -> int:

@@ -9,7 +9,6 @@ Choices, each measured on the embedded model (`docs/training.md` has the figures
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,11 +41,10 @@ def derive_config(
     - MLP: the target's own width up to 3 H for dense targets; 2 H for mixtures of experts, whose `intermediate_size` belongs to a few
       wide dense layers (18432 for Kimi-K2) and says nothing about a draft.
     """
-    config = json.loads((info.path / "config.json").read_text())
-    config = {**config, **(config.get("text_config") or {})}
+    config = info.text
     H = info.hidden_size
     head_dim = int(config.get("head_dim") or 0)
-    if "kv_lora_rank" in config or not head_dim:  # multi-head latent attention's head_dim is no plain head's
+    if info.uses_mla or not head_dim:  # multi-head latent attention's head_dim is no plain head's
         per_head = H // info.num_heads if info.num_heads and H % info.num_heads == 0 else 0
         head_dim = per_head if per_head in (32, 64, 128) else (128 if H >= 2048 else 64)
     heads = overrides.get("num_attention_heads") or max(1, H // head_dim)
@@ -200,8 +198,7 @@ def initialise(
     draft.d2t.copy_(vocabulary.d2t())
     draft.t2d.copy_(vocabulary.t2d(config.vocab_size))
     draft.aux_scale.copy_(aux_scale)
-    gain = 1 + parts.norm.float() if parts.norm_kind == "rms_1p" else parts.norm.float()
-    draft.norm.weight.copy_(gain)
+    draft.norm.weight.copy_(parts.norm)
     for name, parameter in draft.named_parameters():
         if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("aux_norms"):
             parameter.fill_(1.0)

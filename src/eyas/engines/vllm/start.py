@@ -7,7 +7,6 @@ generated token, thread binding and memory of the CPU build. `vllm.py` runs the 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +154,7 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
             f"--tp-size {tp}: the model's {kv} KV heads and {tp} ranks do not divide one another",
             "use another --tp-size",
         )
-    for name, width in _split_widths(info.path, expert_parallel=settings.expert_parallel).items():
+    for name, width in _split_widths(info.text, expert_parallel=settings.expert_parallel).items():
         if width % tp:
             raise PreflightError(
                 f"--tp-size {tp}: the model's {name} {width} does not divide by {tp}", "use another --tp-size"
@@ -248,27 +247,14 @@ def ray_devices(key: str) -> float | None:
         ray.shutdown()
 
 
-def _split_widths(folder: Path, *, expert_parallel: bool) -> dict[str, int]:
+def _split_widths(text: dict[str, Any], *, expert_parallel: bool) -> dict[str, int]:
     """Widths that tensor parallelism splits, beside the heads. Expert parallelism leaves experts whole, and splits the shared ones."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
     names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     widths = {name: text[name] for name in names if isinstance(text.get(name), int)}
     if expert_parallel and "moe_intermediate_size" in widths:
         shared = widths.pop("moe_intermediate_size") * (text.get("n_shared_experts") or 0)
         widths["width of shared experts"] = shared
     return widths
-
-
-def _is_multimodal(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return "text_config" in config and ("vision_config" in config or "audio_config" in config)
-
-
-def uses_mla(folder: Path) -> bool:
-    """Whether the model's attention is multi-head latent attention (DeepSeek, Kimi)."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool((config.get("text_config") or config).get("kv_lora_rank"))
 
 
 def writer_settings(settings: VllmSettings, bytes_per_token: int, shard_bytes: int, *, gpu: bool) -> dict[str, int]:
@@ -369,7 +355,7 @@ def engine_arguments(
         arguments["distributed_executor_backend"] = settings.executor
     if settings.capture == "native":
         arguments |= native_arguments(sorted(layer_ids), native_folder, gpu=gpu)
-    if _is_multimodal(settings.model.path):
+    if settings.model.is_multimodal:
         arguments["language_model_only"] = True  # text prompts only: no image encoder, no processor files
     if gpu and not eager:
         sizes = [size for size in GRAPH_SIZES if size <= step_tokens]
@@ -378,7 +364,7 @@ def engine_arguments(
             arguments["compilation_config"]["backend"] = "eager"
     if not gpu:
         arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _cpu_cache_bytes()
-        if uses_mla(settings.model.path):
+        if settings.model.uses_mla:
             # The AMX kernel has no fp32; the CPU's own rotary operator is wrong for MLA's shapes in eager mode.
             if settings.dtype == "float32":
                 arguments["attention_config"] = {"backend": "CPU_MLA"}
