@@ -340,7 +340,8 @@ def test_f7_transformers(engine: TransformersEngine, samples: list[Sample]) -> N
 
 
 def test_f7_transformers_or_the_wrong_kind_of_norm(engine: TransformersEngine, samples: list[Sample]) -> None:
-    engine.info = replace(engine.info, final_norm={"kind": "rms_1p", "eps": 1e-6})
+    engine.info = replace(engine.info)
+    engine.info.__dict__["readout"] = replace(engine.info.readout, norm_kind="rms_1p")
     with pytest.raises(ParityError, match=r"(?s)rms_1p norm.*F7\b"):
         check_parity(engine, samples)
 
