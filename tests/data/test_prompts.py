@@ -84,7 +84,7 @@ def test_names_and_places(tokenizer, tmp_path):
     found = load_prompts(str(tmp_path / "HumanEval.jsonl.gz"), tokenizer)
     assert (found.name, found.prompts) == ("HumanEval", [[1, 6, 7, 8, 2]])
     for wrong in ("gsm8k", "mine=", "mine=gsm8k", str(tmp_path / "none.jsonl")):
-        with pytest.raises(InputError, match="no such file, folder or packaged set"):
+        with pytest.raises(InputError, match="no such file, directory or packaged set"):
             load_prompts(wrong, tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
     with pytest.raises(InputError, match=r"latin\.jsonl:1: not UTF-8"):

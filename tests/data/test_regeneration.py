@@ -21,7 +21,7 @@ from eyas.data.generators import Answer, Sampling
 from eyas.data.regeneration import RegenerateSettings, message_of, regenerate, samples_of
 from eyas.engines.endpoint import NEUTRAL, EndpointGenerator
 from eyas.engines.generation import TransformersGenerator, cut
-from eyas.target.tokenizer import bytes_of, token_lookup
+from eyas.target.tokenizer import bytes_of, stop_ids, token_lookup
 
 QUESTIONS = ["Hi there", "What is 12 + 30?", "And now?", "Hello", "How are you?", "Is it sunny?"]
 
@@ -146,16 +146,19 @@ def test_greedy_is_the_argmax_whatever_the_generation_config_says(model, tmp_pat
         assert not set(ends) & set(answer[:-1])
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
-def test_a_vision_language_wrapper_answers_as_extract_reads_it(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl", "gemma2"])
+def test_what_extract_takes_answers_too_with_the_attention_that_is_the_models(kind, tiny_model, tmp_path):
+    """Vision-language wrappers, and soft caps of the attention, which sdpa drops."""
     import torch
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    folder = make_vision_wrapper(kind, tmp_path / kind)
+    text = kind == "gemma2"
+    folder = tiny_model(kind) if text else make_vision_wrapper(kind, tmp_path / kind)
     generator = TransformersGenerator(str(folder), Sampling(max_new_tokens=12), [2], dtype="float32")
     prompts = [[5, 9, 17], [30, 31, 32, 33, 34], [7]]
     answers = generator.answer(prompts, [12] * 3, 0)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
@@ -249,19 +252,19 @@ def test_out_of_time_leaves_a_dataset_and_the_same_call_goes_on(model, tmp_path)
 def test_rows_that_cannot_be_answered_are_reported(model, tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "\n".join(
-            ["broken", json.dumps(asked("word " * 300)), json.dumps(asked("Hi")), json.dumps(asked("Hi")),
+            ["broken", '{"prompt": "half a character: \\ud83d"}', '{"prompt": "x", "n": ' + "9" * 5000 + "}", json.dumps(asked("word " * 300)), json.dumps(asked("Hi")), json.dumps(asked("Hi")),
              '{"input_ids": [1], "loss_mask": [1]}', '{"messages": [{"role": "system", "content": "x"}]}']
         )
     )  # fmt: skip
     report = regenerate(tmp_path / "a.jsonl", model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
-    assert (report.conversations, report.repeated, report.rejected) == (1, 1, 4)
+    assert (report.conversations, report.repeated, report.rejected) == (1, 1, 6)
     reasons = {
         one["line"]: one["reason"]
         for one in map(json.loads, (tmp_path / "out" / "rejected.jsonl").read_text().splitlines())
     }
-    assert set(reasons) == {1, 2, 5, 6}
-    assert "more than --max-seq-len 200" in reasons[2]
-    assert "no question" in reasons[6]
+    assert set(reasons) == {1, 2, 3, 4, 7, 8}
+    assert "more than --max-seq-len 200" in reasons[4]
+    assert "no question" in reasons[8]
 
 
 def test_questions_that_no_longer_fit_are_counted(model, tmp_path):
@@ -497,6 +500,16 @@ def test_a_server_that_does_not_do_what_it_is_asked_is_refused(model, tmp_path, 
     with Server(model, **server) as one, pytest.raises(EngineError, match=error):
         regenerate(data, model, tmp_path / "out", by_endpoint(one.url), settings=SETTINGS)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_where_answers_end_is_read_from_either_config(model, tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(model, folder)
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 65]}))
+    assert stop_ids(str(folder)) == [end, 65]
+    (folder / "generation_config.json").unlink()
+    assert stop_ids(str(folder)) == [end]
 
 
 def test_a_prompt_that_the_server_refuses_is_that_rows(model, tmp_path):

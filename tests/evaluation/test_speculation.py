@@ -173,9 +173,9 @@ def test_baselines_by_hand():
 WRAPPERS = ("mistral3", "aya", "qwen3_vl")
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3", "mistral_window", "deepseek_v3", "gpt2", *WRAPPERS])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "gemma3", "mistral_window", "deepseek_v3", "gpt2", *WRAPPERS])
 def test_other_kinds_of_models_are_lossless_too(tiny_model, tmp_path, kind):
-    """Windows shorter than the reply, mixtures of experts, latent attention, vision-language wrappers; a batch of unequal prompts,
+    """Windows shorter than the reply, soft caps that sdpa would drop, mixtures of experts, latent attention, vision-language wrappers; a batch of unequal prompts,
     whose caches have holes. Held to plain forward passes of the model with the attention that writes everything out."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -30,17 +30,19 @@ def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
 
 
 def stop_ids(model_path: str) -> list[int]:
-    """The tokens at which the target's generation config stops; empty where it has none."""
+    """The tokens at which the target's generation config stops, or its config where it has none; empty where neither names one."""
     from transformers import GenerationConfig
 
     from eyas.target.embedded import EMBEDDED_NAME, embedded_model
 
     place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
-    try:
-        ids = GenerationConfig.from_pretrained(place).eos_token_id
-    except (OSError, ValueError):
-        return []
-    return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    for file in ("generation_config.json", "config.json"):
+        try:
+            ids = GenerationConfig.from_pretrained(place, config_file_name=file).eos_token_id
+        except (OSError, ValueError):
+            continue
+        return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+    return []
 
 
 def stop_tokens(model_path: str, tokenizer: Any) -> list[str]:
