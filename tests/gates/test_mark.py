@@ -7,7 +7,7 @@ import pytest
 
 from eyas.base.errors import StoreError
 from eyas.gates.mark import read_mark
-from eyas.training.settings import check_store
+from eyas.training.inputs import validate_store
 
 OLD = {"passed": True, "time": "2026-01-02T03:04:05Z", "samples": 8, "recomputed": {"passed": True}, "problems": []}
 
@@ -31,7 +31,7 @@ def test_what_is_no_mark_is_not_verified_and_train_refuses_it(verified, tmp_path
     assert read_mark(manifest) is None
     states = SimpleNamespace(manifest=json.loads(json.dumps(manifest)), path=tmp_path)
     with pytest.raises(StoreError, match="has not passed `eyas verify`"):
-        check_store(states, None, None, allow_unverified=False)
+        validate_store(states, None, None, allow_unverified=False)
 
 
 def test_marks_of_earlier_versions_are_read_for_what_they_proved():
