@@ -131,7 +131,7 @@ def test_training_and_serving_rotate_by_the_same_positions(name):
     token_ids = token_ids.copy()
     token_ids[row + 2 : row + 2 + steps] = served[0].numpy()  # training reads true tokens: let them be the guesses
     batch = packed([(token_ids, mask, aux, final)], steps, skip_prompts=False)
-    assert draft.guesses(batch, steps)[row].tolist() == served[0].tolist()
+    assert draft.draft_tokens(batch, steps)[row].tolist() == served[0].tolist()
     assert draft.places == [[i + 1 + k for i in range(14)] for k in range(steps)]
 
 

@@ -77,7 +77,7 @@ def our_logits(folder, root, steps=1):
     draft, _ = load_draft(folder, load_target_parts(describe_model(root / "target")).embedding)
     states, ids, batch = inputs(draft.config.aux_layer_ids, steps)
     with torch.no_grad():
-        return draft, states, ids, [x @ draft.lm_head.weight.T for x in draft.chain(batch, steps)]
+        return draft, states, ids, [x @ draft.lm_head.weight.T for x in draft.ttt_rows(batch, steps)]
 
 
 def sglang_load(folder):

@@ -41,7 +41,7 @@ def rows(folder, work):
     model, _ = load_draft(folder, load_target_parts(describe_model(work / "target")).embedding)
     batch = read_batch(open_states(work / "store"), [0, 1], model.config.aux_layer_ids, 6, 3)
     with torch.no_grad():
-        return [x @ model.lm_head.weight.T for x in model.chain(batch, 3)], model
+        return [x @ model.lm_head.weight.T for x in model.ttt_rows(batch, 3)], model
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_folded_scale_is_the_same_function(work, draft, tmp_path):
 
 def test_what_cannot_be_right_is_refused(work, draft, tmp_path):
     out = export(draft, tmp_path / "out")
-    with pytest.raises(StoreError, match="draft folder of an engine"):
+    with pytest.raises(StoreError, match="draft directory of an engine"):
         load_draft(out)
     assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
     with pytest.raises(InputError, match="--format is 'tgi'"):
@@ -189,7 +189,7 @@ def test_every_shape_starts_again_from_each_format(work, tmp_path, shape, format
     init_from(again, out)
     batch = read_batch(open_states(work / "store"), [0, 1], (1, 3, 5), 6, 3, skip_prompts=config.num_layers == 1)
     with torch.no_grad():
-        want, other, have = (d.chain(batch, 3) for d in (source, begun(2, 1.0), again))
+        want, other, have = (d.ttt_rows(batch, 3) for d in (source, begun(2, 1.0), again))
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
     assert (other[0] - want[0]).abs().max() > 1e-2, "the drafts did not differ to begin with"
 

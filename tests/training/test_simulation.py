@@ -66,7 +66,7 @@ def test_simulation_equals_speculative_decoding_done_token_by_token():
                     steps,
                     skip_prompts=False,
                 )
-                guess = draft(batch, guess=steps)[at - 1, run]
+                guess = draft(batch, draft_steps=steps)[at - 1, run]
                 if int(guess) != tokens[at + 1 + run]:
                     break
                 run += 1

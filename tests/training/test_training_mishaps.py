@@ -189,7 +189,7 @@ def loop(self, *arguments):
     torch.save(dict(self.model.module.named_parameters()), f"{self.settings.output_dir}-{rank}.pt")
     return report
 training._Run.loop = loop
-training.train(**json.loads(sys.argv[1]))
+training.train(**json.loads(sys.argv[1])[0])
 """
 
 

@@ -83,7 +83,7 @@ def test_an_engine_s_folder_and_one_made_from_it(work, trained):
     export(work / "draft", work / "vllm", "vllm")
     done = run_eyas("inspect", work / "vllm")
     assert done.returncode == StoreError.exit_code
-    assert "is a draft folder of an engine" in done.stderr
+    assert "is a draft directory of an engine" in done.stderr
     assert "eyas import" in done.stderr
     import_draft(work / "vllm", work / "imported", str(work / "target"))
     shown = dict(describe_draft(work / "imported"))

@@ -1,10 +1,10 @@
 """Draft folders: eyas's own, and reading those of vLLM, SGLang and speculators to start from.
 
     <folder>/manifest.json       kind `eyas.draft`: sizes, target, dataset hash, vocabulary hash, how it was trained, its acceptance
-             model.safetensors   weights under the names of `draft.py`, fp32, with `d2t`, `t2d` and `aux_scale`
+             model.safetensors   weights under the names of `eagle3/model.py`, fp32, with `d2t`, `t2d` and `aux_scale`
 
 The vocabulary lives inside the weights and its dataset's hash inside the manifest, so that neither can be taken without the other: a
-map made for another dataset is refused by name (`check_vocabulary`).
+map made for another dataset is refused by name (`validate_vocabulary`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def kept_weights(config: DraftConfig, weights: dict[str, Tensor]) -> dict[str, T
 
 
 def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **fields: Any) -> dict[str, Any]:
-    """Write a draft folder: weights first, under a temporary name, then the manifest. Returns the manifest.
+    """Write a draft directory: weights first, under a temporary name, then the manifest. Returns the manifest.
 
     `fields` should give `target`, `dataset_hash`, `vocabulary`, `training` and `acceptance`.
     """
@@ -55,7 +55,6 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, folder / WEIGHTS)
-    ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
     manifest = {
         "kind": KIND,
         "format_version": FORMAT_VERSION,
@@ -64,38 +63,33 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
         "config": {**asdict(config), "aux_layer_ids": list(config.aux_layer_ids)},
         "layer_index": "stream",
         **fields,
-        "vocabulary": {**fields.get("vocabulary", {}), "hash": content_hash(ids.numpy().astype("<i8").tobytes())},
+        "vocabulary": {**fields.get("vocabulary", {}), "hash": vocabulary_hash(weights["d2t"])},
     }
     write_json(folder / MANIFEST, manifest)
     return manifest
 
 
 def read_draft_config(manifest: dict[str, Any]) -> DraftConfig:
-    """The DraftConfig in a draft folder's manifest."""
+    """The DraftConfig in a draft directory's manifest."""
     config = manifest["config"]
     return DraftConfig(**{**config, "aux_layer_ids": tuple(config["aux_layer_ids"])})
 
 
 def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Draft, dict[str, Any]]:
-    """Load an eyas draft folder.
+    """Load an eyas draft directory.
 
     Args:
         embedding: [V, H], the target's, for drafts that have none of their own; without it `embed_tokens` stays NaN (enough for export,
             not for running).
 
     Returns:
-        the draft (fp32) and the folder's manifest.
+        the draft (fp32) and its manifest.
 
     Raises:
-        StoreError: not a draft folder, weights missing, of other shapes, or a vocabulary that is not the one the manifest names.
+        StoreError: not a draft directory, weights missing, of other shapes, or a vocabulary that is not the one the manifest names.
     """
     folder = Path(folder)
-    if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
-        raise StoreError(
-            f"{folder} is a draft folder of an engine, not of eyas",
-            "make it one of eyas's: eyas import --source FOLDER --model-path TARGET --output-dir NEW",
-        )
-    manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+    manifest = read_draft_manifest(folder)
     draft = Draft(read_draft_config(manifest))
     try:
         weights = load_file(folder / WEIGHTS)
@@ -107,12 +101,7 @@ def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Dra
     missing = [key for key in missing if key != "embed_tokens.weight" or draft.config.own_embedding]
     if missing or unexpected:
         raise StoreError(f"{folder / WEIGHTS}: missing {missing[:5]}, unknown {unexpected[:5]}", "the draft is damaged")
-    found = content_hash(vocabulary_ids(draft).numpy().astype("<i8").tobytes())
-    if found != manifest["vocabulary"]["hash"]:
-        raise StoreError(
-            f"{folder}: the weights' vocabulary map ({found}) is not the one the manifest names ({manifest['vocabulary']['hash']})",
-            "weights and manifest are of two trainings; train again",
-        )
+    validate_map(folder, manifest, draft.d2t)
     if embedding is not None:
         if not draft.config.own_embedding:
             with torch.no_grad():
@@ -121,13 +110,38 @@ def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Dra
     return draft, manifest
 
 
+def read_draft_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an eyas draft. Raises StoreError for anything else, an engine's directory by its name."""
+    if (folder / "config.json").exists() and not (folder / MANIFEST).exists():
+        raise StoreError(
+            f"{folder} is a draft directory of an engine, not of eyas",
+            "make it one of eyas's: eyas import --source DIRECTORY --model-path TARGET --output-dir NEW",
+        )
+    return read_manifest(folder, KIND, FORMAT_VERSION)
+
+
+def vocabulary_hash(d2t: Tensor) -> str:
+    """Content hash of the target ids that a map [D] names."""
+    return content_hash((d2t + torch.arange(len(d2t))).numpy().astype("<i8").tobytes())
+
+
+def validate_map(folder: Path, manifest: dict[str, Any], d2t: Tensor) -> None:
+    """Raise StoreError when the weights' vocabulary map is not the one that the manifest names."""
+    found, named = vocabulary_hash(d2t), manifest["vocabulary"]["hash"]
+    if found != named:
+        raise StoreError(
+            f"{folder}: the weights' vocabulary map ({found}) is not the one the manifest names ({named})",
+            "weights and manifest are of two trainings; train again",
+        )
+
+
 def vocabulary_ids(draft: Draft) -> Tensor:
     """[D] int64 target ids of a draft's vocabulary."""
     return draft.d2t.cpu() + torch.arange(len(draft.d2t))
 
 
-def check_vocabulary(folder: Path, manifest: dict[str, Any], vocabulary: DraftVocabulary) -> None:
-    """Refuse a folder whose draft vocabulary was counted on another dataset (F15).
+def validate_vocabulary(folder: Path, manifest: dict[str, Any], vocabulary: DraftVocabulary) -> None:
+    """Refuse a directory whose draft vocabulary was counted on another dataset.
 
     Raises:
         FolderConflictError: naming both hashes.
@@ -136,10 +150,10 @@ def check_vocabulary(folder: Path, manifest: dict[str, Any], vocabulary: DraftVo
     want = {"dataset": vocabulary.dataset_hash, "vocabulary": vocabulary.hash}
     if have != want:
         differing = "\n  ".join(
-            f"{k} hash: the folder has {have[k]}, this run has {want[k]}" for k in have if have[k] != want[k]
+            f"{k} hash: the directory has {have[k]}, this run has {want[k]}" for k in have if have[k] != want[k]
         )
         raise FolderConflictError(
-            f"{folder} holds a draft with the vocabulary of other data (fault F15):\n  {differing}",
+            f"{folder} holds a draft with the vocabulary of other data:\n  {differing}",
             "name a new --output-dir, or start from that draft with --init-from, which makes the vocabulary anew",
         )
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from eyas.base.errors import InputError
-from eyas.drafts.eagle3.attention import compile_piece
+from eyas.drafts.compiled import compile_piece
 from eyas.drafts.packing import StepTargets
 
 #: lambda's steepness in `lk`; 3 is the paper's best hybrid setting.
@@ -102,11 +102,12 @@ def teacher_rows(logits: Tensor, chunk: int = 2048, *, compiled: bool = False) -
 
 
 def _measure(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.logsumexp(logits.to(_wide(logits)), -1), logits.argmax(-1)
+    return torch.logsumexp(logits.to(acc_dtype(logits)), -1), logits.argmax(-1)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def acc_dtype(x: Tensor) -> torch.dtype:
+    """What sums over `x` are kept in: fp32, fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def step_loss(
@@ -163,16 +164,16 @@ class _StepLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, head, teacher, targets, rows, chunk):  # type: ignore[override]
         want_x, want_head = ctx.needs_input_grad[:2]
-        wide = _wide(x)
-        sums = torch.zeros(3, dtype=wide, device=x.device)
+        acc = acc_dtype(x)
+        sums = torch.zeros(3, dtype=acc, device=x.device)
         grad_x = torch.zeros_like(x) if want_x else None
-        grad_head = torch.zeros_like(head, dtype=wide) if want_head else None
+        grad_head = torch.zeros_like(head, dtype=acc) if want_head else None
         for start in range(0, len(targets.rows), chunk):
             at = slice(start, start + chunk)
             index = targets.rows[at]
             x_chunk = x[index]
             loss, grad_z, correct, alpha = rows(
-                x_chunk @ head.T, *teacher, targets.states[at], targets.weights[at].to(wide)
+                x_chunk @ head.T, *teacher, targets.states[at], targets.weights[at].to(acc)
             )
             sums += torch.stack([loss, correct, alpha])
             if grad_x is not None:

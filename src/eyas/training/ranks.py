@@ -6,9 +6,10 @@ Two ways to talk. Weights, gradients and sums of figures go over the devices (NC
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Ranks:
             return draft
         if sharding == "ddp":
             devices = [self.device] if self.device.type == "cuda" else None
-            return DistributedDataParallel(draft, device_ids=devices, broadcast_buffers=False)  # type: ignore[arg-type]
+            return DistributedDataParallel(draft, device_ids=devices)  # type: ignore[arg-type]
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -81,9 +82,8 @@ class Ranks:
             dist.barrier(group=self.host)
 
 
-@contextmanager
-def join_ranks() -> Iterator[Ranks]:
-    """Meet the other ranks that `torchrun` (or `accelerate launch`) started, or be the only one. Left together at the end.
+def join_ranks() -> Ranks:
+    """Meet the other ranks that `torchrun` (or `accelerate launch`) started, or be the only one. They stay together to the process's end.
 
     Raises:
         InputError: more ranks than GPUs on this machine; `accelerate launch` with settings of its own.
@@ -100,16 +100,11 @@ def join_ranks() -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(device)
     if count == 1:
-        yield Ranks(rank, count, device)
-        return
-    ours = not dist.is_initialized()
-    if ours:
+        return Ranks(rank, count, device)
+    if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
-    finally:
-        if ours:
-            dist.destroy_process_group()
+        atexit.register(dist.destroy_process_group)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, dist.new_group(backend="gloo"))
 
 
 def refuse_settings_of_accelerate() -> None:

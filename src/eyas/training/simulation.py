@@ -112,7 +112,7 @@ def simulate(
             `num_speculative_tokens` steps, on the draft's device. masks: the samples' loss masks [T_s].
     """
     k = num_speculative_tokens
-    draft_tokens = draft(batch, guess=k)  # [R, k] target ids
+    draft_tokens = draft(batch, draft_steps=k)  # [R, k] target ids
     answers = teacher.argmax(batch.final[batch.rows])  # [R], the target's token after each row's token
     ahead = torch.arange(len(answers), device=answers.device).unsqueeze(1) + 1 + torch.arange(k, device=answers.device)
     hits = (draft_tokens == answers[ahead.clamp_max(len(answers) - 1)]).cpu().numpy()  # [R, k]

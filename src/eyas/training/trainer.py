@@ -35,7 +35,7 @@ from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
 from eyas.base.settings import takes
 from eyas.drafts.eagle3.model import DraftLoss
-from eyas.drafts.files import check_vocabulary, save_draft
+from eyas.drafts.files import save_draft, validate_vocabulary
 from eyas.drafts.packing import Batch
 from eyas.engines.transformers import sensible_threads
 from eyas.store.reader import open_states
@@ -114,26 +114,26 @@ def train(
     aux_ids = validate_store(states, info, s.aux_layers, allow_unverified=s.allow_unverified)
     validate_output_directory(s.output_dir, {*TRAINING_FILES, ".lock*"})
     trackers = check_trackers(s.trackers)
-    with join_ranks() as ranks:
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(s.seed)
-        # One rank holds the directory for all.
-        held = only_writer(s.output_dir, TRAINING_FILES) if ranks.main else nullcontext()
-        with held, translate_disk_full(s.output_dir):
-            if ranks.main:
-                remove_unfinished(s.output_dir)
-            if ranks.device.type == "cpu":
-                torch.set_num_threads(_threads(s))
-            run = _Run(s, read_inputs(s, info, states, aux_ids), ranks, progress or (lambda _: None))
-            run.resume()
-            kept = Trackers(trackers if ranks.main else [], s.output_dir, asdict(s))
-            try:
-                report = run.loop(kept, stop or threading.Event())
-            except BaseException:
-                kept.end("failed")
-                raise
-            kept.end("stopped" if report.interrupted else "finished")
-            return report
+    ranks = join_ranks()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(s.seed)
+    # One rank holds the directory for all.
+    held = only_writer(s.output_dir, TRAINING_FILES) if ranks.main else nullcontext()
+    with held, translate_disk_full(s.output_dir):
+        if ranks.main:
+            remove_unfinished(s.output_dir)
+        if ranks.device.type == "cpu":
+            torch.set_num_threads(_threads(s))
+        run = _Run(s, read_inputs(s, info, states, aux_ids), ranks, progress or (lambda _: None))
+        run.resume()
+        kept = Trackers(trackers if ranks.main else [], s.output_dir, asdict(s))
+        try:
+            report = run.loop(kept, stop or threading.Event())
+        except BaseException:
+            kept.end("failed")
+            raise
+        kept.end("stopped" if report.interrupted else "finished")
+        return report
 
 
 def _threads(s: TrainSettings) -> int:
@@ -228,7 +228,7 @@ class _Run:
                     "name a new --output-dir, or repeat that run's settings to resume it",
                 )
         if (directory / MANIFEST).exists():
-            check_vocabulary(directory, read_manifest(directory, "eyas.draft", 1), self.inputs.vocabulary)
+            validate_vocabulary(directory, read_manifest(directory, "eyas.draft", 1), self.inputs.vocabulary)
         if checkpoints := list_checkpoints(directory / "checkpoints"):
             kept = load_checkpoint(checkpoints[-1], self.model, self.optimizer, self.ranks)
             self.state = state = _State(**{k: kept[k] for k in vars(state)})

@@ -6,13 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from eyas.base.errors import StoreError
-from eyas.base.files import content_hash
-from eyas.base.manifest import MANIFEST, read_manifest
-from eyas.drafts.files import FORMAT_VERSION, KIND, WEIGHTS, read_draft_config
+from eyas.base.manifest import MANIFEST
+from eyas.drafts.files import KIND, WEIGHTS, read_draft_config, read_draft_manifest, validate_map
 from eyas.evaluation.statistics import interval_text
 from eyas.runs.run import read_json
 from eyas.target.layers import describe_layer
@@ -45,10 +43,7 @@ def describe_draft(folder: Path) -> list[tuple[str, str]]:
     """
     if not (folder / MANIFEST).exists():
         if not (folder / SETTINGS).exists():
-            raise StoreError(
-                f"{folder} is a draft folder of an engine, not of eyas",
-                "make it one of eyas's: eyas import --source FOLDER --model-path TARGET --output-dir NEW",
-            )
+            read_draft_manifest(folder)  # raises
         settings = read_json(folder / SETTINGS).get("settings", {})
         return [
             ("draft", f"{folder}: none yet, the first evaluation of its training saves one"),
@@ -56,7 +51,7 @@ def describe_draft(folder: Path) -> list[tuple[str, str]]:
             ("trained on", str(settings.get("states"))),
             *_run(folder, settings, None),
         ]
-    manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+    manifest = read_draft_manifest(folder)
     config, target, training = read_draft_config(manifest), manifest["target"], manifest.get("training") or {}
     parameters, size = _weights(folder, manifest)
     N = config.target_layers
@@ -107,16 +102,11 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> tuple[int, int]:
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            ids = file.get_tensor("d2t")
+            d2t = file.get_tensor("d2t")
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path} cannot be read: {error}", "the draft is damaged; train it again") from None
-    found = content_hash((ids + torch.arange(len(ids))).numpy().astype("<i8").tobytes())
-    if found != manifest["vocabulary"]["hash"]:
-        raise StoreError(
-            f"{folder}: the weights' vocabulary map ({found}) is not the one the manifest names ({manifest['vocabulary']['hash']})",
-            "weights and manifest are of two trainings; train again",
-        )
-    no_weights = ("d2t", "t2d", "aux_scale")
+    validate_map(folder, manifest, d2t)
+    no_weights = ("d2t", "t2d", "aux_scale", "embed_tokens.weight")
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in no_weights), path.stat().st_size
 
 

@@ -15,12 +15,12 @@ prefix part (ring attention uses the same property). Memory is O(T), and the own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.drafts.compiled import compile_piece
 from eyas.drafts.packing import Layout
 from eyas.engines.flash import flash_backward, flash_fits, flash_forward
 
@@ -81,9 +81,9 @@ def merge_own(
     """Add one own column per earlier step to a finished prefix. lse: [R, heads] fp32 (fp64 for fp64). Returns (out, lse)."""
     R, heads, D = q.shape
     kv_heads = own_k[0].shape[1]
-    wide = lse.dtype
-    q_grouped = q.view(R, kv_heads, heads // kv_heads, D).to(wide)
-    scores = [(q_grouped * k.unsqueeze(2).to(wide)).sum(-1) * scale for k in own_k]  # each [R, kv_heads, group]
+    acc = lse.dtype
+    q_grouped = q.view(R, kv_heads, heads // kv_heads, D).to(acc)
+    scores = [(q_grouped * k.unsqueeze(2).to(acc)).sum(-1) * scale for k in own_k]  # each [R, kv_heads, group]
     prefix = lse.view(R, kv_heads, -1)
     peak = prefix
     for score in scores:
@@ -93,9 +93,9 @@ def merge_own(
     total = share
     for one in shares:
         total = total + one
-    merged = out.view(R, kv_heads, -1, D).to(wide) * (share / total).unsqueeze(-1)
+    merged = out.view(R, kv_heads, -1, D).to(acc) * (share / total).unsqueeze(-1)
     for one, v in zip(shares, own_v, strict=True):
-        merged = merged + (one / total).unsqueeze(-1) * v.unsqueeze(2).to(wide)
+        merged = merged + (one / total).unsqueeze(-1) * v.unsqueeze(2).to(acc)
     return merged.view(R, heads, D).to(out.dtype), (peak + torch.log(total)).view(R, heads)
 
 
@@ -112,29 +112,21 @@ def merge_own_backward(
     """Gradients of the own columns; `grad_q` is the prefix's share, to which theirs is added. `out`, `lse`: of both together."""
     R, heads, D = q.shape
     kv_heads = own_k[0].shape[1]
-    wide = lse.dtype
+    acc = lse.dtype
     grouped = (R, kv_heads, heads // kv_heads, D)
-    g, q_wide = grad_out.view(grouped).to(wide), q.view(grouped).to(wide)
-    row_term = (g * out.view(grouped).to(wide)).sum(-1)  # the softmax backward's sum over all columns
+    g, q_acc = grad_out.view(grouped).to(acc), q.view(grouped).to(acc)
+    row_term = (g * out.view(grouped).to(acc)).sum(-1)  # the softmax backward's sum over all columns
     lse = lse.view(R, kv_heads, -1)
-    grad_q_wide = grad_q.view(grouped).to(wide)
+    grad_q_acc = grad_q.view(grouped).to(acc)
     grads_k, grads_v = [], []
     for k, v in zip(own_k, own_v, strict=True):
-        k_wide, v_wide = k.unsqueeze(2).to(wide), v.unsqueeze(2).to(wide)
-        p = torch.exp((q_wide * k_wide).sum(-1) * scale - lse)
-        ds = (p * ((g * v_wide).sum(-1) - row_term) * scale).unsqueeze(-1)
-        grad_q_wide = grad_q_wide + ds * k_wide
-        grads_k.append((ds * q_wide).sum(2).to(k.dtype))
+        k_acc, v_acc = k.unsqueeze(2).to(acc), v.unsqueeze(2).to(acc)
+        p = torch.exp((q_acc * k_acc).sum(-1) * scale - lse)
+        ds = (p * ((g * v_acc).sum(-1) - row_term) * scale).unsqueeze(-1)
+        grad_q_acc = grad_q_acc + ds * k_acc
+        grads_k.append((ds * q_acc).sum(2).to(k.dtype))
         grads_v.append((p.unsqueeze(-1) * g).sum(2).to(v.dtype))
-    return grad_q_wide.view(R, heads, D).to(grad_q.dtype), grads_k, grads_v
-
-
-@cache
-def compile_piece(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for one of the draft's plain functions: static for the first shape, then once more for any number of rows."""
-    # One variant per number of own columns, each static and dynamic; the default limit of 8 would fall back to eager without a word.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function)
+    return grad_q_acc.view(R, heads, D).to(grad_q.dtype), grads_k, grads_v
 
 
 def _elementwise(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
@@ -206,14 +198,14 @@ def _sample_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     before, group = len(k) - len(q), q.shape[1] // k.shape[1]
     if q.is_cuda:
-        wide = lse.dtype
+        acc = lse.dtype
         p = torch.exp(_causal_scores(q, k, group, scale) - lse.transpose(0, 1).unsqueeze(-1))  # [heads, R, T]
-        k_all, v_all = k.repeat_interleave(group, 1).to(wide), v.repeat_interleave(group, 1).to(wide)
-        row_term = (g.to(wide) * out.to(wide)).sum(-1).transpose(0, 1).unsqueeze(-1)
-        ds = p * (torch.einsum("rhd,thd->hrt", g.to(wide), v_all) - row_term) * scale
+        k_all, v_all = k.repeat_interleave(group, 1).to(acc), v.repeat_interleave(group, 1).to(acc)
+        row_term = (g.to(acc) * out.to(acc)).sum(-1).transpose(0, 1).unsqueeze(-1)
+        ds = p * (torch.einsum("rhd,thd->hrt", g.to(acc), v_all) - row_term) * scale
         grad_q = torch.einsum("hrt,thd->rhd", ds, k_all)
-        grad_k = torch.einsum("hrt,rhd->thd", ds, q.to(wide))
-        grad_v = torch.einsum("hrt,rhd->thd", p, g.to(wide))
+        grad_k = torch.einsum("hrt,rhd->thd", ds, q.to(acc))
+        grad_v = torch.einsum("hrt,rhd->thd", p, g.to(acc))
     else:
         grad_q, grad_k, grad_v = (
             x[0].transpose(0, 1)
@@ -239,7 +231,7 @@ def _sample_backward(
 
 def _causal_scores(q: Tensor, k: Tensor, group: int, scale: float) -> Tensor:
     """[heads, R, T] scores in fp32 (fp64 for fp64), -inf above the diagonal: for GPU dtypes that no flash kernel takes."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = torch.einsum("rhd,thd->hrt", q.to(wide), k.repeat_interleave(group, 1).to(wide)) * scale
+    acc = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("rhd,thd->hrt", q.to(acc), k.repeat_interleave(group, 1).to(acc)) * scale
     rows = torch.arange(len(k) - len(q), len(k), device=q.device)
     return scores.masked_fill(torch.arange(len(k), device=q.device) > rows.unsqueeze(-1), float("-inf"))

@@ -1,8 +1,8 @@
-"""The draft at work: one token after the other, with a key-value cache, for `speculation.py`.
+"""The draft at work: one token after the other, with a key-value cache, for `evaluation.decode`.
 
 Training sees all rows at once; here rows come as the target accepts tokens. A *committed* row pairs the target's state of a token with
 the token after it (training's step 0) and stays in the cache. A *chain* then runs k - 1 further rows from the last committed one on the
-draft's own guesses (training's steps 1..k-1): each sees the committed rows and the chain's earlier rows, and is forgotten afterwards.
+draft tokens (training's steps 1..k-1): each sees the committed rows and the chain's earlier rows, and is forgotten afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DraftDecoder:
     def commit(self, aux: Tensor, tokens: Tensor, positions: Tensor, real: Tensor) -> None:
         """Add rows: aux [B, S, L*H], the target's states; tokens [B, S], the token after each; positions [B, S] of the states.
 
-        real: [B, S] bool; the others (padding, rejected guesses) stay in the cache as holes. Each sequence has at least one.
+        real: [B, S] bool; the others (padding, rejected draft tokens) stay in the cache as holes. Each sequence has at least one.
         """
         B, S = tokens.shape
         among = torch.ones(S, S, dtype=torch.bool, device=tokens.device).tril() & real.unsqueeze(1)
@@ -47,11 +47,10 @@ class DraftDecoder:
         self.position = positions[torch.arange(B), last] + 1
 
     def chain(self, k: int, temperature: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
-        """k guesses [B, k] as target ids after the last committed token; when sampling also their distributions [B, k, V]."""
-        committed = self.seen.shape[1]
+        """k draft tokens [B, k] as target ids after the last committed one; when sampling also their distributions [B, k, V]."""
         keys, values = list(self.keys), list(self.values)
         h, distributions = self.h, []
-        guesses: list[Tensor] = []
+        drafted: list[Tensor] = []
         seen = self.seen
         for step in range(k):
             if step:
@@ -61,24 +60,23 @@ class DraftDecoder:
                 )
                 h = self._rows(
                     carried.unsqueeze(1),
-                    guesses[-1].unsqueeze(1),
+                    drafted[-1].unsqueeze(1),
                     (self.position + step).unsqueeze(1),
                     seen.unsqueeze(1),
                 )[:, 0]
             logits = rms_norm(h, self.draft.norm.weight, self.draft.norm.eps) @ self.head.T
             if temperature == 0:
-                guesses.append(self.draft.target_ids(logits.argmax(-1)))
+                drafted.append(self.draft.target_ids(logits.argmax(-1)))
             else:
                 q = torch.softmax(logits.float() / temperature, -1)
                 picked = torch.multinomial(q, 1, generator=generator).squeeze(1)
-                guesses.append(self.draft.target_ids(picked))
+                drafted.append(self.draft.target_ids(picked))
                 full = torch.zeros(len(q), self.draft.config.vocab_size, dtype=q.dtype, device=q.device)
                 distributions.append(
                     full.scatter_(1, self.draft.target_ids(torch.arange(q.shape[1], device=q.device)).expand_as(q), q)
                 )
         self.keys, self.values = keys, values
-        assert self.seen.shape[1] == committed
-        return torch.stack(guesses, 1), torch.stack(distributions, 1) if distributions else None
+        return torch.stack(drafted, 1), torch.stack(distributions, 1) if distributions else None
 
     def _rows(self, h: Tensor, tokens: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
         """Run rows [B, S] through the layers and append their keys and values. allowed: [B, S, cached + S] bool. Returns u [B, S, H]."""

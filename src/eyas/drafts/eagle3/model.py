@@ -1,18 +1,18 @@
-"""The EAGLE-3 draft: one small decoder layer that reads the target's states and guesses the tokens after the next one.
+"""The EAGLE-3 draft: one small decoder layer that reads the target's states and drafts the tokens after the next one.
 
 With tokens x, the target's auxiliary states g (a few layers, side by side) and training-time-test step k = 0..K-1, row i:
 
     h^0 = fc(g_i)                                        h^{k+1} = u of step k
     z   = [input_layernorm(Embed(x_{i+1+k})) ; hidden_norm(h)]
     u   = h + Attention(z);  u = u + MLP(post_attention_layernorm(u))
-    logits over the draft vocabulary = lm_head(norm(u)), a guess of x_{i+2+k}
+    logits over the draft vocabulary = lm_head(norm(u)), for x_{i+2+k}
 
 Weights carry the names that vLLM and SGLang read. Three things keep it fast and change no number beyond rounding:
 - The embedding's half of q, k, v does not depend on k: it is computed once per token and shifted by one for each step.
 - Queries, MLP and head run only for rows that have something to learn (`packing.py`).
 - Master weights stay fp32; one cast copy per forward pass is what all K steps compute with.
 
-The forward pass is a page: `Draft.chain`. Sizes, the draft vocabulary and weights from a target are in `draft_setup.py`.
+The forward pass is a page: `Draft.ttt_rows`. Sizes, the draft vocabulary and weights from a target are in `init.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from eyas.base.errors import ContractError, InputError
-from eyas.drafts.eagle3.attention import compile_piece, ttt_attention
-from eyas.drafts.losses import StepLoss, step_loss, teacher_rows
+from eyas.drafts.compiled import compile_piece
+from eyas.drafts.eagle3.attention import ttt_attention
+from eyas.drafts.losses import StepLoss, acc_dtype, step_loss, teacher_rows
 from eyas.drafts.packing import Batch
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -67,7 +68,7 @@ class DraftConfig:
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
-                f"{self.num_attention_heads} attention heads are no multiple of {self.num_key_value_heads} key-value heads",
+                f"{self.num_attention_heads} attention heads are not a multiple of {self.num_key_value_heads} key-value heads",
                 "choose --kv-heads that divides --heads",
             )
         if self.rope.get("rope_type", "default") not in ROPE_KINDS:
@@ -97,8 +98,8 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in fp32 (fp64 for fp64), returned in x's dtype."""
-    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)).to(x.dtype)
+    acc = x.to(acc_dtype(x))
+    return (acc * torch.rsqrt(acc.square().mean(-1, keepdim=True) + eps) * weight.to(acc.dtype)).to(x.dtype)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -171,9 +172,6 @@ class Draft(nn.Module):
     t2d: Tensor
     aux_scale: Tensor
     inv_freq: Tensor
-    #: accelerate gives a final norm that it finds under this name an FSDP2 unit of its own. It must find none: the draft reads its
-    #: norms' weights without running them as modules, and is sharded as one unit.
-    base_model_prefix = "config"
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -237,23 +235,23 @@ class Draft(nn.Module):
     def combine_aux(self, aux: Tensor) -> Tensor:
         """Auxiliary states [T, L*H] as stored -> h^0 [T, H] in the compute dtype."""
         H = self.config.hidden_size
-        wide = torch.float64 if aux.dtype == torch.float64 else torch.float32
-        scaled = (aux.to(wide) * self.aux_scale.to(wide)).to(self.compute_dtype)
+        acc = acc_dtype(aux)
+        scaled = (aux.to(acc) * self.aux_scale.to(acc)).to(self.compute_dtype)
         if self.config.norm_aux:
             scaled = torch.cat([norm(x) for norm, x in zip(self.aux_norms, scaled.split(H, -1), strict=True)], -1)
         return scaled @ self.fc.weight.to(self.compute_dtype).T
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [n, D/2] fp32 (fp64 when computing in fp64), for int64 positions [n]."""
-        wide = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        angles = positions.to(wide).unsqueeze(-1) * self.inv_freq.to(wide)
+        acc = torch.promote_types(self.compute_dtype, torch.float32)
+        angles = positions.to(acc).unsqueeze(-1) * self.inv_freq.to(acc)
         return angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
-    def chain(self, batch: Batch, steps: int) -> list[Tensor]:
+    def ttt_rows(self, batch: Batch, steps: int) -> list[Tensor]:
         """K training-time-test steps over a packed batch.
 
         Returns:
-            per step, norm(u) [R, H] of the query rows: what `lm_head` reads. Row r at step k guesses the token 2 + k after it.
+            per step, norm(u) [R, H] of the query rows: what `lm_head` reads. Row r at step k predicts the token 2 + k after it.
         """
         config, rows, all_rows = self.config, batch.rows, batch.layout.all_rows
         if config.num_layers > 1 and not all_rows:
@@ -312,10 +310,12 @@ class Draft(nn.Module):
         return outputs
 
     @torch.no_grad()
-    def guesses(self, batch: Batch, steps: int, chunk: int = 2048) -> Tensor:
-        """[R, K] target ids: each query row's greedy guesses of the tokens 2, 3, ... after it, reading the true tokens between."""
+    def draft_tokens(self, batch: Batch, steps: int, chunk: int = 2048) -> Tensor:
+        """[R, K] target ids: each query row's greedy draft tokens for the places 2, 3, ... after it, reading the true tokens between."""
         head = self.lm_head.weight.to(self.compute_dtype)
-        found = [torch.cat([(part @ head.T).argmax(-1) for part in x.split(chunk)]) for x in self.chain(batch, steps)]
+        found = [
+            torch.cat([(part @ head.T).argmax(-1) for part in x.split(chunk)]) for x in self.ttt_rows(batch, steps)
+        ]
         return self.target_ids(torch.stack(found, 1))
 
     def forward(
@@ -326,9 +326,9 @@ class Draft(nn.Module):
         *,
         loss: str = "kl",
         chunk: int = 2048,
-        guess: int | None = None,
+        draft_steps: int | None = None,
     ) -> DraftLoss | Tensor:
-        """Loss of a packed batch, all K = len(batch.targets) steps; with `guess`, the `guesses` instead (through DDP or FSDP alike).
+        """Loss of a packed batch, all K = len(batch.targets) steps; with `draft_steps`, the `draft_tokens` instead (through DDP or FSDP alike).
 
         Args:
             batch: on the draft's device. teacher: [R, D], the target's logits over the draft vocabulary for the query rows' tokens.
@@ -336,15 +336,15 @@ class Draft(nn.Module):
                 over the step's weight).
             loss: `kl`, `tv` or `lk`. chunk: rows of logits at a time.
         """
-        if guess is not None:
-            return self.guesses(batch, guess, chunk)
+        if draft_steps is not None:
+            return self.draft_tokens(batch, draft_steps, chunk)
         if teacher is None or divisors is None:
             raise TypeError("a loss needs the teacher's logits and the divisors")
         head = self.lm_head.weight.to(self.compute_dtype)
         measured = teacher_rows(teacher, chunk, compiled=self.compiled)
         parts: list[StepLoss] = [
             step_loss(x, head, measured, targets, loss, chunk=chunk, compiled=self.compiled)
-            for x, targets in zip(self.chain(batch, len(batch.targets)), batch.targets, strict=True)
+            for x, targets in zip(self.ttt_rows(batch, len(batch.targets)), batch.targets, strict=True)
         ]
         losses = torch.stack([p.loss for p in parts])
         return DraftLoss(
