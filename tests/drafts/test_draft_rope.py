@@ -6,15 +6,17 @@ import json
 import pytest
 import torch
 from tiny_drafts import CONFIG, gradients_equal_the_reference, packed, random_draft, random_samples
-from transformers import LlamaConfig
+from tiny_models import make_tiny_wrapper
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.decoding import DraftDecoder
-from eyas.drafts.eagle3.init import rope_of
+from eyas.drafts.eagle3.init import derive_config, rope_of
 from eyas.drafts.eagle3.model import ROPE_KINDS, Draft
 from eyas.exporting.folders import engine_config, speculators_config
 from eyas.exporting.foreign import same_rope
+from eyas.target.model_files import describe_model
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
@@ -178,3 +180,20 @@ def test_how_rope_is_spelled_does_not_matter_but_what_it_says_does():
     )
     with pytest.raises(InputError, match="dynamic"):
         config_with({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+
+
+def test_a_draft_turns_as_its_target_where_the_config_file_says_nothing(tmp_path):
+    """Gemma 3's released wrappers name no base: their class has 1e6, another class's default is 1e4."""
+    folder = make_tiny_wrapper(tmp_path / "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("rope_parameters", "rope_theta", "rope_scaling", "rms_norm_eps", "max_position_embeddings"):
+        config["text_config"].pop(key, None)
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    info = describe_model(folder)
+    resolved = AutoConfig.from_pretrained(folder).get_text_config()
+    draft = derive_config(info, (1, 3, 5), 64)
+    assert draft.rope == {"rope_type": "default", "rope_theta": 1e6}
+    assert draft.rope["rope_theta"] == resolved.rope_parameters["full_attention"]["rope_theta"]
+    assert draft.max_position_embeddings == resolved.max_position_embeddings == 131072
+    assert draft.rms_norm_eps == resolved.rms_norm_eps

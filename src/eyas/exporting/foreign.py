@@ -216,7 +216,8 @@ def check_verifier(found: ForeignDraft, parts: TargetParts) -> None:
     """Raise InputError where the target's own tensors that speculators keeps beside a draft are not this target's."""
     for name, tensor in found.verifier.items():
         heads = (parts.head, parts.head[found.ids])
-        ours = {"verifier_lm_head.weight": heads, "verifier_norm.weight": (parts.norm,)}.get(name, ())
+        norms = (parts.norm, parts.norm - 1)  # as stored by a target that multiplies by 1 + weight
+        ours = {"verifier_lm_head.weight": heads, "verifier_norm.weight": norms}.get(name, ())
         if not any(tensor.shape == one.shape and torch.equal(tensor, one.to(tensor.dtype)) for one in ours):
             raise InputError(
                 f"{found.path}: {name} is not this target's: the draft was trained for another one",

@@ -198,7 +198,9 @@ def initialise(
     draft.d2t.copy_(vocabulary.d2t())
     draft.t2d.copy_(vocabulary.t2d(config.vocab_size))
     draft.aux_scale.copy_(aux_scale)
-    draft.norm.weight.copy_(parts.norm)
+    draft.norm.weight.copy_(
+        parts.norm * (parts.state_scale * parts.logit_scale)
+    )  # the scales of the target's logits, for its lens
     for name, parameter in draft.named_parameters():
         if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("aux_norms"):
             parameter.fill_(1.0)
