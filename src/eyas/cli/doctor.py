@@ -46,6 +46,7 @@ def check_target(model_path: str, prepared_data: str | None, output_dir: Path | 
     """A model's weights (header against file length, no body is read), and its memory and disk on this machine."""
     from eyas.gates import preflight
     from eyas.target.embedded import resolve_model_path
+    from eyas.target.fitness import check_teacher
     from eyas.target.model_files import describe_model
 
     try:
@@ -53,7 +54,7 @@ def check_target(model_path: str, prepared_data: str | None, output_dir: Path | 
     except EyasError as error:
         rows = [Check("model", "FAIL", error.what, error.remedy)]
         return rows if prepared_data is None else [*rows, check_dataset(prepared_data)]
-    rows = [preflight.check_model(info), check_gpu_memory(info.weight_bytes, ranks)]
+    rows = [preflight.check_model(info), check_teacher(info), check_gpu_memory(info.weight_bytes, ranks)]
     if prepared_data is not None:
         from eyas.data.dataset import open_dataset
         from eyas.store.format import StoreSpec

@@ -216,7 +216,7 @@ def prepare(
     maker = RowMaker(*arguments)
     described: dict[str, Any] = {
         "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
-        "tokenizer": describe_tokenizer(maker.template, model_path),
+        "tokenizer": describe_tokenizer(maker.template.tokenizer, maker.template.source, model_path),
         "settings": json.loads(json.dumps(asdict(settings))),
     }
     folder = Path(output_dir)

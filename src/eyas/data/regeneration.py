@@ -231,7 +231,7 @@ def regenerate(
     folder = Path(output_dir)
     described = {
         "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
-        "tokenizer": describe_tokenizer(template, model_path),
+        "tokenizer": describe_tokenizer(template.tokenizer, template.source, model_path),
         "settings": json.loads(json.dumps(asdict(settings))),
     }
     with only_writer(folder, DATASET_FILES):

@@ -28,6 +28,7 @@ from eyas.store.checksums import row_sums
 from eyas.store.format import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
 from eyas.target.decoder import Decoder, find_decoder
+from eyas.target.fitness import check_streams
 from eyas.target.loading import load_model
 from eyas.target.model_files import ModelInfo, human_bytes
 
@@ -73,8 +74,15 @@ class Capture:
             wanted = [1, self._tokens, self._hidden_size]
             shape = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
             if shape != wanted:
+                several = isinstance(stream, torch.Tensor) and stream.numel() > torch.Size(wanted).numel()
+                kind = "several residual streams side by side (AltUp, hyper-connections)" if several else "not that"
                 raise ContractError(
-                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape} (fault F1)",
+                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape}: {kind}",
+                    "eyas cannot capture this architecture with this engine; try --engine vllm",
+                )
+            if layer_id in self._taken:
+                raise ContractError(
+                    f"layer {layer_id}: its module runs more than once in a forward pass, so what enters it is not one state",
                     "eyas cannot capture this architecture yet; please report it",
                 )
             self._taken.append(layer_id)
@@ -138,9 +146,18 @@ class TransformersEngine:
         self.default_batch_tokens = 2048 if self.device.type == "cpu" else 16384
         self.one_by_one: str | None = None
         self.model: Any = None
+        self.hooks: Any = None
 
     def preflight(self) -> list[Check]:
-        return [check_memory(self.info, self.dtype, str(self.device))]
+        rows = [check_streams(self.info), check_memory(self.info, self.dtype, str(self.device))]
+        if (
+            self.device.type == "cuda"
+            and self.dtype == "bfloat16"
+            and torch.cuda.get_device_capability(self.device) < (8, 0)
+        ):
+            finding = f"{torch.cuda.get_device_name(self.device)} computes bfloat16 by emulation, many times slower"
+            rows.append(Check("dtype", "WARN", finding, "--dtype float16, or float32 where activations are large"))
+        return rows
 
     @property
     def description(self) -> dict[str, Any]:
@@ -279,9 +296,9 @@ class TransformersEngine:
         return event
 
     def close(self) -> None:
-        if self.model is not None:
+        if self.hooks is not None:
             self.hooks.remove()
-            self.model = None
+        self.hooks = self.model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -44,6 +44,7 @@ from eyas.store.format import (
 )
 from eyas.store.writer import DEFAULT_SHARD_BYTES
 from eyas.target.embedded import resolve_model_path
+from eyas.target.fitness import check_teacher
 from eyas.target.layers import LayerIndex, resolve_layer_ids
 from eyas.target.model_files import ModelInfo, describe_model
 
@@ -278,6 +279,7 @@ def plan(settings: ExtractSettings) -> Job:
     left = int(sum(int(dataset.lengths[i]) for i in missing))
     checks = [
         preflight.check_model(info),
+        check_teacher(info, needed=info.num_layers in layer_ids),
         *preflight.check_lengths(dataset, info, max_seq_len),
         preflight.check_tokenizer(dataset, info, settings.trust_remote_code),
         Check(

@@ -12,9 +12,12 @@ import io
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from eyas.base.errors import InputError
 from eyas.base.manifest import package_version
@@ -32,8 +35,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EYAS_CACHE") or user_cache_dir("eyas"))
 
 
-def resolve_model_path(name: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model: `smollm2`, a folder, or a hub id (downloaded by huggingface_hub, or taken from its cache).
+def resolve_model_path(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local directory of a model: `smollm2`, a directory, or a hub id (downloaded by huggingface_hub, or taken from its cache).
+
+    Args:
+        weights: False for what is small (tokenizer, configs) alone; a directory then needs no config.json.
 
     Raises:
         InputError: no such folder and no such hub model, or the extra `demo` is not installed.
@@ -42,28 +48,53 @@ def resolve_model_path(name: str | Path, revision: str | None = None) -> Path:
         return embedded_model()
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").exists():
+        if weights and not (folder / "config.json").exists():
             raise InputError(
-                f"{folder} has no config.json, so it is no Hugging Face model folder", "check --model-path"
+                f"{folder} has no config.json, so it is not a Hugging Face model directory", "check --model-path"
             )
         return folder
     text = str(name)
     if folder.is_absolute() or text.startswith(".") or text.count("/") != 1:
         raise InputError(
-            f"model folder {text} does not exist", f"check --model-path; `{EMBEDDED_NAME}` is the embedded model"
+            f"model directory {text} does not exist", f"check --model-path; `{EMBEDDED_NAME}` is the embedded model"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
-        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns))
+        patterns = [
+            "*.json",
+            "*.model",
+            "*.txt",
+            "*.jinja",
+            "*.py",
+            "*.tiktoken",
+            *(["*.safetensors"] if weights else []),
+        ]
+        cached = not _hub_answers()
+        return Path(snapshot_download(text, revision=revision, allow_patterns=patterns, local_files_only=cached))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"{text} is no local folder, and the hub did not give it: {reason}",
+            f"{text} is not a local directory, and the hub did not give it: {reason}",
             "check the name, the network, or HF_TOKEN for gated models",
         ) from None
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached at all: without a network its client would retry for most of a minute."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if getproxies().get(address.scheme):
+        return True
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def embedded_model() -> Path:

@@ -115,11 +115,11 @@ def describe_model(
     path = folder / "config.json"
     try:
         raw = path.read_bytes()
-        json.loads(raw)
+        _require_target(folder, json.loads(raw))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "give a Hugging Face model folder") from None
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(
             f"{path} is not readable as a model config: {str(error).splitlines()[0]}",
             "check the file; a model with its own code needs --trust-remote-code, a new architecture a newer transformers",
@@ -158,6 +158,16 @@ def describe_model(
         config=config,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _require_target(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse a draft's directory: engines load another model in its place, or as what it is not."""
+    marks = [key for key in ("speculators_config", "eagle_config", "draft_vocab_size") if key in raw]
+    if marks:
+        raise InputError(
+            f"{folder} is a draft's directory (`{marks[0]}` in its config.json), not a target's: vLLM would load another model",
+            "give --model-path the target that the draft belongs to",
+        )
 
 
 def _quantization(config: Any) -> dict[str, Any]:

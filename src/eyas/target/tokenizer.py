@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash
-from eyas.data.chat_template import ChatTemplate
+from eyas.target.embedded import resolve_model_path
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model folder, hub id or `smollm2`. Raises InputError when there is none."""
+    place = resolve_model_path(model_path, weights=False)
     from transformers import AutoTokenizer
 
-    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
-
-    # Not `resolve_model_path`, which would download the weights of a hub model too.
-    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -33,9 +29,7 @@ def stop_ids(model_path: str) -> list[int]:
     """The tokens at which the target's generation config stops, or its config where it has none; empty where neither names one."""
     from transformers import GenerationConfig
 
-    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
-
-    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    place = resolve_model_path(model_path, weights=False)
     for file in ("generation_config.json", "config.json"):
         try:
             ids = GenerationConfig.from_pretrained(place, config_file_name=file).eos_token_id
@@ -93,15 +87,14 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF = _byte_letters()
 
 
-def describe_tokenizer(template: ChatTemplate, model_path: str) -> dict[str, Any]:
-    """What identifies the tokens of a dataset: hashes of vocabulary and template, sizes, the ids that end a turn."""
-    tokenizer = template.tokenizer
+def describe_tokenizer(tokenizer: Any, template: str | None, model_path: str) -> dict[str, Any]:
+    """What identifies the tokens of a dataset: hashes of vocabulary and (Jinja) template, sizes, the ids that end a turn."""
     return {
         "model_path": model_path,
         "class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
         "vocab_hash": vocabulary_hash(tokenizer),
-        "template_hash": content_hash((template.source or "").encode()),
+        "template_hash": content_hash((template or "").encode()),
         "eos_token_id": tokenizer.eos_token_id,
     }
 
@@ -116,9 +109,7 @@ def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str
     """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
     from transformers import AutoConfig
 
-    from eyas.target.embedded import EMBEDDED_NAME, embedded_model
-
-    place = embedded_model() if model_path == EMBEDDED_NAME and not Path(model_path).is_dir() else model_path
+    place = resolve_model_path(model_path, weights=False)
     try:
         text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
         return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash
-from eyas.drafts.eagle3.model import Draft, DraftConfig
+from eyas.drafts.eagle3.model import ROPE_KINDS, Draft, DraftConfig
 from eyas.drafts.settings import DraftInit
 from eyas.target.model_files import ModelInfo
 from eyas.target.teacher import TargetParts
@@ -75,7 +75,8 @@ def derive_config(
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """The rope settings of a target's config, old form (`rope_scaling`, `rope_theta`) or new (`rope_parameters`), as one flat dict.
 
-    A share of each head (`partial_rotary_factor`) is left out: a draft rotates whole heads.
+    A share of each head (`partial_rotary_factor`) is left out: a draft rotates whole heads. A kind that engines do not draft with
+    (longrope, proportional) becomes plain rope of the same base: the draft learns its own attention.
     """
     rope = dict(config.get("rope_parameters") or {})
     if "full_attention" in rope:  # one entry per kind of layer
@@ -83,7 +84,9 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     rope = {**dict(config.get("rope_scaling") or {}), **rope}
     rope.setdefault("rope_type", rope.pop("type", None) or "default")
     rope.pop("type", None)
-    if rope["rope_type"] == "mrope" or "mrope_section" in rope:  # text positions: all sections are equal, plain rope
+    if (
+        rope["rope_type"] not in ROPE_KINDS or "mrope_section" in rope
+    ):  # mrope: all sections of a text position are equal
         rope = {"rope_type": "default", **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})}
     rope.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
     rope.pop("partial_rotary_factor", None)
