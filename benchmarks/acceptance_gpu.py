@@ -157,7 +157,7 @@ def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], Non
 def extract_states(arguments: argparse.Namespace, folder: Path, device: str, say: Callable[[str], None]) -> None:
     """States of `samples.jsonl`; those of an earlier, smaller set of answers are removed."""
     from eyas.data.dataset import open_dataset
-    from eyas.extraction.bulk import extract
+    from eyas.extraction.extract import extract
     from eyas.gates.verification import verify
 
     states, samples = folder / "states", folder / "samples.jsonl"

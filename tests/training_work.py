@@ -8,7 +8,7 @@ import torch
 
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.drafts.files import load_draft
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
 
 VOCAB, WIDTH = 96, 32

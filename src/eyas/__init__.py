@@ -16,12 +16,12 @@ _PUBLIC = {
     "PrepareSettings": "eyas.data.rows",
     "prepare": "eyas.data.preparation",
     "regenerate": "eyas.data.regeneration",
-    "extract": "eyas.extraction.bulk",
+    "extract": "eyas.extraction.extract",
     "train": "eyas.training.trainer",
     "evaluate": "eyas.evaluation.acceptance",
     "export": "eyas.exporting.folders",
     "import_draft": "eyas.exporting.foreign",
-    "rehearse": "eyas.extraction.rehearsal",
+    "rehearse": "eyas.extraction.rehearse",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -20,7 +20,7 @@ from eyas.base.errors import ContractError, InputError
 from eyas.base.part import Part
 from eyas.data.dataset import Sample
 from eyas.engines.contract import HOPS, first_bad, hop_table, read_hops
-from eyas.engines.vllm.capture import Capture, Step, mask_to_runs, owner_of, runs_to_mask
+from eyas.engines.vllm.capture import Capture, Step, owner_of, pack_mask, unpack_mask
 from eyas.engines.vllm.start import (
     VllmSettings,
     engine_arguments,
@@ -28,8 +28,8 @@ from eyas.engines.vllm.start import (
     thread_binding,
     writer_settings,
 )
-from eyas.extraction.bulk import ExtractSettings
-from eyas.extraction.rehearsal import shallow_config, shallow_ids
+from eyas.extraction.rehearse import shallow_config, shallow_ids
+from eyas.extraction.settings import ExtractSettings
 from eyas.store.format import StoreSpec, write_store_manifest
 from eyas.store.reader import open_states
 from eyas.store.writer import ShardWriter
@@ -59,9 +59,6 @@ class Engine:
         writer = ShardWriter(folder, SPEC, f"r{owner:03d}", shard_bytes=2**14)
         self.capture = Capture(
             writer,
-            layer_ids=LAYERS,
-            hidden_size=H,
-            dtype="float32",
             rank=owner,
             owner=owner,
             owners=owners,
@@ -76,7 +73,7 @@ class Engine:
     def run(self, parts: list[tuple[Sample, int, int]], padding: int = 3, ids_of: list[Sample] | None = None) -> None:
         for one, _, _ in parts:
             if one.id not in self.begun:
-                extra = {"id": one.id, "mask": mask_to_runs(one.loss_mask)}
+                extra = {"id": one.id, "mask": pack_mask(one.loss_mask)}
                 self.capture.begin(one.id, one.token_ids.tolist(), extra)
                 self.begun.add(one.id)
         aux = [torch.cat([states_of(one.token_ids, k)[a:b] for one, a, b in parts]) for k in sorted(LAYERS)]
@@ -160,7 +157,7 @@ def test_a_prompt_that_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     one = sample(6, 1)
     engine = Engine(tmp_path / "s")
     with pytest.raises(ContractError, match="hash to"):
-        engine.capture.begin("r", one.token_ids[::-1].tolist(), {"id": one.id, "mask": mask_to_runs(one.loss_mask)})
+        engine.capture.begin("r", one.token_ids[::-1].tolist(), {"id": one.id, "mask": pack_mask(one.loss_mask)})
 
 
 def test_trace_has_every_hop_of_every_layer_and_names_no_fault(tmp_path: Path) -> None:
@@ -182,11 +179,11 @@ def test_read_hops_names_the_bad_line(tmp_path: Path) -> None:
         read_hops(tmp_path)
 
 
-def test_masks_travel_as_runs() -> None:
+def test_masks_travel_as_bits() -> None:
     random = np.random.default_rng(0)
     for length in (1, 2, 17, 300):
         mask = (random.random(length) > 0.5).astype(np.uint8)
-        assert runs_to_mask(mask_to_runs(mask), length).tolist() == mask.tolist()
+        assert unpack_mask(pack_mask(mask), length).tolist() == mask.tolist()
 
 
 def test_thread_binding_gives_every_rank_a_core() -> None:

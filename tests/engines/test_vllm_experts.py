@@ -17,7 +17,7 @@ from eyas.base.errors import PreflightError
 from eyas.engines.base import CaptureResult
 from eyas.engines.vllm import engine as vllm
 from eyas.engines.vllm import start as vllm_start
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.store.format import finished_shards
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model

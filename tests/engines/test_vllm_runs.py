@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from eyas_process import eyas_command, eyas_environment, write_token_rows
 
-from eyas.extraction.rehearsal import rehearse
+from eyas.extraction.rehearse import rehearse
 from eyas.runs import run as runs
 from eyas.runs import stopping
 from eyas.runs.loglines import Wanted, read_lines

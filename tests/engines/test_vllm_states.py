@@ -24,7 +24,7 @@ from eyas.base.errors import ContractError, PreflightError
 from eyas.engines.contract import HOPS, read_hops
 from eyas.engines.vllm.engine import VllmEngine, VllmSettings
 from eyas.engines.vllm.start import refuse_impossible
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.gates.parity import check_parity
 from eyas.gates.verification import verify
 from eyas.store.reader import open_states
@@ -181,7 +181,7 @@ def test_parts_of_a_dataset_make_one_store(vllm_model: Callable[[str], Path], tm
             output_dir=str(tmp_path / "store"),
             engine="vllm",
             layer_ids=[2, 4],
-            shard=part,
+            part=part,
         )
         assert not report.rejected
         statuses.append(json.loads((tmp_path / "store" / "manifest.json").read_text())["status"])

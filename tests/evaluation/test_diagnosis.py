@@ -10,7 +10,7 @@ from training_work import VOCAB, make_target
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.decode import Target
 from eyas.evaluation.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.store.checksums import checksum_metadata
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model

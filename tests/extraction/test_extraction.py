@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from eyas.base.errors import (
 )
 from eyas.base.locks import lock_directory
 from eyas.extraction.batches import plan_batches
-from eyas.extraction.bulk import ExtractSettings, plan
+from eyas.extraction.plan import plan
+from eyas.extraction.settings import ExtractSettings
 
 LENGTHS = [7, 30, 1, 64, 12, 41, 5, 18, 90, 33]
 
@@ -217,6 +219,42 @@ def test_ctrl_c_finishes_the_open_shard_and_says_how_to_go_on(tiny_model, token_
     assert kept == len(eyas.open_states(folder, allow_open=True))
     subprocess.run(command, env=eyas_environment(), check=True, capture_output=True, timeout=300)
     assert len(eyas.open_states(folder)) == 1500
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_stop_after_the_last_answer(options, written, tmp_path, monkeypatch):
+    """All samples were counted when the stop came: what the ranks still wrote decides, not the count."""
+    from eyas.engines.base import CaptureResult, Progress
+    from eyas.engines.transformers import TransformersEngine
+
+    real = TransformersEngine.capture
+
+    def stopped(self, *arguments, **more):
+        if written:
+            return replace(real(self, *arguments, **more), interrupted=True)
+        more["progress"](Progress(len(LENGTHS), sum(LENGTHS), 1))
+        return CaptureResult(interrupted=True)  # the engine's processes ended with the signal, their buffers with them
+
+    with monkeypatch.context() as here:
+        here.setattr(TransformersEngine, "capture", stopped)
+        report = eyas.extract(**options)
+    assert report.exit_code == (0 if written else EXIT_INTERRUPTED)
+    assert report.written == (10 if written else 0)
+    assert not (tmp_path / "s" / "ledger.jsonl").exists()
+    assert eyas.extract(**options).written == 10
+
+
+@pytest.mark.parametrize("manifest", ["{", "[]", '{"kind": "eyas.states", "format_version": 1, "status": "open"}'])
+def test_a_manifest_cut_short_is_no_traceback(options, manifest, tmp_path):
+    eyas.extract(**options)
+    (tmp_path / "s" / "manifest.json").write_text(manifest)
+    with pytest.raises(FolderConflictError, match=r"manifest\.json"):
+        eyas.extract(**options)
+
+
+def test_the_word_for_a_rehearsal_of_our_own_is_no_user_s(options):
+    with pytest.raises(InputError, match=r"--rehearsal is 'this'"):
+        eyas.extract(**options, rehearsal="this")
 
 
 def test_parts_that_run_side_by_side_make_one_store(tiny_model, token_rows, tmp_path):
@@ -449,12 +487,11 @@ def test_wrong_tokenizer_wrong_numbers_no_disk(tiny_model, token_rows, tmp_path,
         eyas.extract(**options)
     for change, says in [
         ({"batch_size": 0}, "--batch-size is 0"),
-        ({"gpu_memory_utilization": 1.5}, "between 0 and 1"),
-        ({"engine": "magic"}, "transformers or vllm"),
+        ({"gpu_memory_utilization": 1.5}, "at most 1"),
+        ({"engine": "magic"}, "one of transformers, vllm"),
         ({"tp_size": 2}, "--engine vllm"),
         ({"store_dtype": "float32", "dtype": "bfloat16"}, "does not go with"),
         ({"dtype": "int3"}, "int3"),
-        ({"nonsense": 1}, "unknown option 'nonsense'"),
         ({"device": "cuda:7"}, "no GPU"),
         ({"model_path": str(tmp_path / "nowhere")}, "does not exist"),
     ]:
@@ -474,7 +511,7 @@ def test_a_disk_that_fills_up_on_the_way(tiny_model, token_rows, small_disk):
         "output_dir": str(small_disk / "s"),
         "layer_ids": [2],
         "batch_tokens": 100,
-        "shard_bytes": 60_000,
+        "shard_size": 0.06,
     }
     filler = small_disk / "filler"
 
@@ -535,7 +572,7 @@ def test_hooks_that_never_fire_are_an_error(tiny_model, token_rows, tmp_path, mo
 def test_peak_memory_does_not_grow_with_the_number_of_samples(tiny_model, token_rows, tmp_path):
     program = (
         "import sys, resource, eyas\n"
-        "eyas.extract(model_path=sys.argv[1], prepared_data=sys.argv[2], output_dir=sys.argv[3], layer_ids=[1, 2, 3], shard_bytes=1_000_000, threads=1)\n"
+        "eyas.extract(model_path=sys.argv[1], prepared_data=sys.argv[2], output_dir=sys.argv[3], layer_ids=[1, 2, 3], shard_size=1, threads=1)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     peaks = []

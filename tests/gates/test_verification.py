@@ -31,7 +31,7 @@ def good(tiny_model, tmp_path_factory):
         output_dir=str(store),
         layer_ids=[2, 3],
         dtype="float32",
-        shard_bytes=40_000,
+        shard_size=0.04,
         batch_tokens=100,
     )
     return store

@@ -16,7 +16,7 @@ from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.acceptance import evaluate
 from eyas.evaluation.baselines import load_baselines
 from eyas.evaluation.decode import Target, decode
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import final_norm, load_target_parts

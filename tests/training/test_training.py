@@ -18,7 +18,7 @@ from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
 from eyas.drafts.eagle3.model import Draft
 from eyas.drafts.files import load_draft
 from eyas.drafts.settings import DraftInit
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
 from eyas.store.reader import open_states
 from eyas.target.embedded import resolve_model_path
@@ -114,7 +114,7 @@ def test_stores_that_cannot_train_are_refused(work, tmp_path):
         (unverified / "manifest.json").write_text(json.dumps({**manifest, **mark}))
         with pytest.raises(StoreError, match="has not passed `eyas verify`"):
             train(**options(work, "no", states=unverified))
-    headless = store("headless", with_final=False)
+    headless = store("headless", final=False)
     with pytest.raises(StoreError, match=r"not 6 \(final\)"):
         train(**options(work, "no", states=headless, allow_unverified=True))
     with pytest.raises(StoreError, match=r"needs \[2\]"):

@@ -18,7 +18,7 @@ from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.acceptance import evaluate
 from eyas.exporting.folders import export
 from eyas.exporting.foreign import import_draft
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
 from eyas.training.checkpoints import list_checkpoints
 from eyas.training.trainer import train

@@ -14,7 +14,7 @@ from eyas.base.errors import StoreError
 from eyas.drafts.files import load_draft
 from eyas.exporting.folders import export
 from eyas.exporting.foreign import import_draft
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.training.trainer import train
 from eyas.views.draft_view import describe_draft
 

@@ -18,7 +18,8 @@ from eyas.cli.demo_draft import narrow_domain_draft
 from eyas.cli.demo_draft import rows as draft_rows
 from eyas.data.preparation import prepare
 from eyas.engines.base import Progress
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
+from eyas.extraction.settings import ExtractSettings
 from eyas.gates.verification import verify
 from eyas.runs.run import note, report_progress
 from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
@@ -69,9 +70,7 @@ def demo(
 
     try:
         report = extract(
-            model_path=EMBEDDED_NAME,
-            prepared_data=str(folder / "dataset"),
-            output_dir=str(folder / "states"),
+            ExtractSettings(model_path=EMBEDDED_NAME, prepared_data=folder / "dataset", output_dir=folder / "states"),
             on_preflight=show_preflight,
             on_stage=lambda line: bar.begin() if line.startswith("extracting") else None,
             on_progress=advance,

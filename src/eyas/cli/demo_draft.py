@@ -19,7 +19,7 @@ from eyas.data.regeneration import RegenerateSettings, regenerate
 from eyas.engines.generation import TransformersGenerator
 from eyas.evaluation.acceptance import evaluate
 from eyas.evaluation.statistics import interval_text
-from eyas.extraction.bulk import extract
+from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
 from eyas.target.embedded import EMBEDDED_NAME
 from eyas.training.settings import TrainSettings
@@ -83,8 +83,8 @@ def narrow_domain_draft(
     say("extract: hidden states of the answers")
     extract(
         model_path=EMBEDDED_NAME,
-        prepared_data=str(folder / "answers"),
-        output_dir=str(folder / "states"),
+        prepared_data=folder / "answers",
+        output_dir=folder / "states",
         dtype="bfloat16",
     )
     say("verify: the states of the answers")

@@ -14,8 +14,8 @@ import typer
 def extract_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of `eyas extract` as the options of `eyas.extract`."""
     options = {name: flag.value if isinstance(flag, Enum) else flag for name, flag in flags.items()}
-    options["with_final"] = options.pop("final")
-    options["shard_bytes"] = int(options.pop("shard_size") * 1e6)
+    if options["layer_ids"] is not None:
+        options["layer_ids"] = [int(i) if i.lstrip("-").isdigit() else i for i in options["layer_ids"]]
     return options
 
 
@@ -25,14 +25,15 @@ def rehearse_like(extract: Callable[..., None]) -> Callable[..., None]:
     def rehearse(**flags: Any) -> None:
         """Gate 2: the whole of `extract` with random weights and few layers, all ranks, into a temporary store (engine vllm)."""
         from eyas.engines.contract import hop_table
-        from eyas.extraction.rehearsal import rehearse as run
+        from eyas.extraction.rehearse import rehearse as run
+        from eyas.extraction.settings import ExtractSettings
         from eyas.views import console
 
         def stage(line: str) -> None:
             if line != "preflight":
                 console.out.print(f"[bold]{line}[/]")
 
-        report = run(on_preflight=console.show_preflight, on_stage=stage, **extract_options(flags))
+        report = run(ExtractSettings(**extract_options(flags)), on_preflight=console.show_preflight, on_stage=stage)
         typer.echo(hop_table(report.hops[:24]))
         mapped = ", ".join(f"{asked} as {shallow}" for asked, shallow in report.layer_map.items())
         typer.echo(

@@ -147,7 +147,8 @@ def extract(
 ) -> None:
     """Extract hidden states of chosen layers into a state store, through the gates: preflight, parity, bulk."""
     options = cli_gates.extract_options(locals())
-    from eyas.extraction.bulk import extract as run
+    from eyas.extraction.extract import extract as run
+    from eyas.extraction.settings import ExtractSettings
     from eyas.runs.run import note, report_progress
     from eyas.views import console
 
@@ -170,7 +171,7 @@ def extract(
 
     try:
         report = run(
-            **options,
+            ExtractSettings(**options),
             on_preflight=show,
             on_stage=stage,
             on_progress=advance,

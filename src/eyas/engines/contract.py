@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import ContractError, InputError
+from eyas.base.files import translate_disk_full
 
 MODEL_OUTPUT, SPLIT, HOST_COPY, SHARD = "model output", "split by request", "host copy", "shard"
 #: In the order that a state passes them.
@@ -45,22 +46,21 @@ class Hop:
 
 
 def write_hops(path: Path, hops: Iterable[Hop]) -> None:
-    """Append records to a trace file, one JSON object a line."""
-    with open(path, "a", encoding="utf-8") as file:
-        for hop in hops:
-            file.write(json.dumps(asdict(hop)) + "\n")
+    """Append records to a trace file, one JSON object a line. Raises DiskFullError or InputError."""
+    with translate_disk_full(path.parent), open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(hop)) + "\n" for hop in hops)
 
 
 def read_hops(path: str | Path) -> list[Hop]:
-    """Read a trace file, or all `trace-*.jsonl` of a folder, ordered by step, sample, layer and hop.
+    """Read a trace file, or all `trace-*.jsonl` of a directory, ordered by step, sample, layer and hop.
 
-    Raises InputError: no trace there, or a line that is no record (file and line are named).
+    Raises InputError: no trace in it, or a line that is not a record (file and line are named).
     """
     path = Path(path)
     files = sorted(path.rglob("trace-*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise InputError(
-            f"{path} holds no trace", "run `eyas extract ... --trace` first; trace-*.jsonl lies in its output folder"
+            f"{path} holds no trace", "run `eyas extract ... --trace` first; trace-*.jsonl is in its output directory"
         )
     hops: list[Hop] = []
     for file in files:
@@ -70,7 +70,7 @@ def read_hops(path: str | Path) -> list[Hop]:
                 hops.append(Hop(**{**record, "shape": tuple(record["shape"])}))
             except (json.JSONDecodeError, TypeError, KeyError) as error:
                 raise InputError(
-                    f"{file}:{number}: no trace record ({error})", "the file is damaged; trace again"
+                    f"{file}:{number}: not a trace record ({error})", "the file is damaged; trace again"
                 ) from None
     return sorted(
         hops, key=lambda h: (h.step, h.rank, h.sample or "", h.layer, HOPS.index(h.hop) if h.hop in HOPS else 9)
@@ -142,47 +142,33 @@ def check_model_output(
 ) -> list[Hop]:
     """The contract of the model's auxiliary output: one tensor [>= tokens, H] per layer id, ascending, in the run's dtype.
 
-    Returns the hops, bad ones marked (`require_sound` raises). What breaks it: nothing at all (fault F20, or hooks that never
-    fired), a list of rows instead of layers (F1), one layer too few (F8), fewer rows than tokens (F3, token-sharded layers).
+    Returns the hops, bad ones marked (`require_sound` raises). What breaks it: nothing at all (a compiled model of a run without
+    capture, hooks that never fired), a list of rows instead of layers, one layer too few, fewer rows than tokens.
     """
     fault: str | None
     wanted = f"{len(ascending_ids)} tensors [>={tokens}, {hidden_size}] {dtype}"
     if not isinstance(aux, (list, tuple)) or len(aux) != len(ascending_ids):
         shape, kind, device = describe_output(aux)
         if aux is None or (isinstance(aux, (list, tuple)) and not aux):
-            fault = "the model returned no auxiliary states (fault F20: a compiled model of a run without capture, or hooks that never fired)"
+            fault = "the model returned no auxiliary states: a compiled model of a run without capture, or hooks that never fired"
         elif isinstance(aux, (list, tuple)) and len(aux) < len(ascending_ids):
-            fault = f"{len(aux)} layers came, {len(ascending_ids)} were asked for (fault F8)"
+            fault = f"a layer is missing: {len(aux)} came, {len(ascending_ids)} were asked for"
         elif isinstance(aux, (list, tuple)):
             inner = describe_output(aux[0])[0]
-            fault = f"{len(aux)} items of shape {list(inner)} came instead of {len(ascending_ids)} layers (fault F1: indexed once too often)"
+            fault = f"{len(aux)} items of shape {list(inner)} came instead of {len(ascending_ids)} layers: indexed once too often"
         else:
-            fault = f"a {type(aux).__name__} of shape {list(shape)} came instead of a list of layers (fault F1: indexed once too often)"
+            fault = f"a {type(aux).__name__} of shape {list(shape)} came instead of a list of layers: indexed once too often"
         return [Hop(MODEL_OUTPUT, -1, rank, where, shape, kind, device, step, expected=wanted, fault=fault)]
     hops = []
+    expected = f"[>={tokens}, {hidden_size}] {dtype}"
     for layer, tensor in zip(ascending_ids, aux, strict=True):
         shape, kind, device = describe_output(tensor)
         fault = None
         if len(shape) != 2 or shape[1] != hidden_size:
-            fault = f"shape {list(shape)} is not [tokens, {hidden_size}] (fault F1)"
+            fault = f"shape {list(shape)} is not [tokens, {hidden_size}]: indexed once too often"
         elif shape[0] < tokens:
-            fault = (
-                f"{shape[0]} rows for {tokens} tokens (fault F3: states are missing, or the layer is sharded by token)"
-            )
+            fault = f"{shape[0]} rows for {tokens} tokens: states are missing, or the layer is sharded by token"
         elif kind != dtype:
             fault = f"dtype {kind}"
-        hops.append(
-            Hop(
-                MODEL_OUTPUT,
-                layer,
-                rank,
-                where,
-                shape,
-                kind,
-                device,
-                step,
-                expected=f"[>={tokens}, {hidden_size}] {dtype}",
-                fault=fault,
-            )
-        )
+        hops.append(Hop(MODEL_OUTPUT, layer, rank, where, shape, kind, device, step, expected=expected, fault=fault))
     return hops

@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,19 @@ import numpy as np
 import torch
 
 from eyas.base.errors import ContractError, EyasError
-from eyas.base.masks import runs
 from eyas.data.dataset import Sample
-from eyas.engines.contract import HOST_COPY, SHARD, SPLIT, Hop, check_model_output, require_sound, write_hops
+from eyas.engines.contract import (
+    HOST_COPY,
+    SHARD,
+    SPLIT,
+    Hop,
+    check_model_output,
+    describe_output,
+    require_sound,
+    write_hops,
+)
 from eyas.store.checksums import row_sums
+from eyas.store.format import read_shard_header
 from eyas.store.writer import ShardWriter, Slot
 
 log = logging.getLogger(__name__)
@@ -42,17 +51,14 @@ def owner_of(sample_id: str, owners: int) -> int:
     return zlib.crc32(bytes.fromhex(sample_id)) % owners
 
 
-def mask_to_runs(loss_mask: np.ndarray) -> list[int]:
-    """A 0/1 mask [T] as the flat list [start, stop, start, stop, ...] of its runs of ones, small enough to travel with a request."""
-    return [edge for run in runs(loss_mask) for edge in run]
+def pack_mask(loss_mask: np.ndarray) -> str:
+    """A 0/1 mask [T] as the hex digits of its bits: a sixth of its numbers' size in a request."""
+    return np.packbits(loss_mask).tobytes().hex()
 
 
-def runs_to_mask(runs: Sequence[int], length: int) -> np.ndarray:
-    """Inverse of `mask_to_runs`: [length] uint8."""
-    mask = np.zeros(length, dtype=np.uint8)
-    for start, stop in zip(runs[::2], runs[1::2], strict=True):
-        mask[start:stop] = 1
-    return mask
+def unpack_mask(text: str, length: int) -> np.ndarray:
+    """Inverse of `pack_mask`: [length] uint8."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=length)
 
 
 @dataclass
@@ -93,7 +99,7 @@ class Segment:
 class StepCopy:
     """The rows of one step on their way to the host. `synchronize()` (any thread, any number of times) waits for them, then proves them.
 
-    Raises ContractError from `synchronize` when a row's input id is not the sample's token there (fault F2).
+    Raises ContractError from `synchronize` when a row's input id is not the sample's token there.
     """
 
     def __init__(
@@ -105,8 +111,7 @@ class StepCopy:
     ):
         """`found`: norms and sums [L, rows] from the device, `event`: when they are there; both left out where nothing was copied."""
         self._segments, self._input_ids, self._found, self._event = segments, input_ids, found, event
-        slots = [s.pending.slot for s in segments]
-        self._targets = [(slot.norms, slot.sums) if slot is not None and found else () for slot in slots]
+        self._slots = [s.pending.slot for s in segments]
         self._lock = threading.Lock()
         self._finished = False
 
@@ -120,13 +125,13 @@ class StepCopy:
             if self._event is not None:
                 self._event.synchronize()
             row = 0
-            for segment, target in zip(self._segments, self._targets, strict=True):
+            for segment, slot in zip(self._segments, self._slots, strict=True):
                 rows = slice(row, row + segment.length)
                 row += segment.length
                 _require_own_tokens(self._input_ids[rows].numpy(), segment)
-                for of_slot, found in zip(target, self._found, strict=True):
-                    assert of_slot is not None  # for the type checker: a writer with `on_device` has them
-                    of_slot[:, segment.at : segment.at + segment.length] = found[:, rows]
+                if self._found:
+                    for of_slot, found in zip((slot.norms, slot.sums), self._found, strict=True):  # type: ignore[union-attr]
+                        of_slot[:, segment.at : segment.at + segment.length] = found[:, rows]  # type: ignore[index]
             self._finished = True
 
 
@@ -136,7 +141,7 @@ def _require_own_tokens(got: np.ndarray, segment: Segment) -> None:
         at = int(np.flatnonzero(got != want)[0])
         raise ContractError(
             f"sample {segment.pending.sample.id}, position {segment.at + at}: the engine computed token {int(got[at])} in this row, "
-            f"the sample has {int(want[at])} there: states of another request (fault F2)",
+            f"the sample has {int(want[at])} there: states of another request",
             "the rows were split wrongly between the requests of a batch; " + REPORT,
         )
 
@@ -156,9 +161,7 @@ class Capture:
     """One rank's capture of one run: from `step` to `ShardWriter`.
 
     Args:
-        writer: this rank's; `on_device` when the states are on a GPU.
-        layer_ids: in any order; the model returns them ascending.
-        hidden_size, dtype: of the states, e.g. 7168 and "bfloat16".
+        writer: this rank's; `on_device` when the states are on a GPU. Its spec says which states; the model returns layers ascending.
         rank: global, for messages. owner, owners: this rank's place among the ranks that see the states.
         device: where the states are. where: module path of the decoder, for messages.
         trace: file for hop records of the first `trace_steps` steps.
@@ -168,9 +171,6 @@ class Capture:
         self,
         writer: ShardWriter,
         *,
-        layer_ids: Sequence[int],
-        hidden_size: int,
-        dtype: str,
         rank: int,
         owner: int,
         owners: int,
@@ -179,16 +179,10 @@ class Capture:
         trace: Path | None = None,
         trace_steps: int = 0,
     ):
-        self.writer, self.rank, self.owner, self.owners, self.device, self.where = (
-            writer,
-            rank,
-            owner,
-            owners,
-            device,
-            where,
-        )
-        self.ascending = sorted(layer_ids)
-        self.hidden_size, self.dtype = hidden_size, dtype
+        self.writer, self.rank, self.device, self.where = writer, rank, device, where
+        self.owner, self.owners = owner, owners
+        self.ascending = sorted(writer.spec.layer_ids)
+        self.hidden_size, self.dtype = writer.spec.hidden_size, writer.spec.dtype
         self.trace, self.trace_steps = trace, trace_steps if trace is not None else 0
         self.steps = self.samples = self.tokens = 0
         self._pending: dict[str, Pending] = {}
@@ -198,12 +192,12 @@ class Capture:
     # -- requests
 
     def begin(self, request: str, token_ids: Sequence[int], extra: Mapping[str, Any] | None) -> None:
-        """A request was scheduled for the first time (or anew). `extra`: `id` and `mask` (runs) of the sample; None: not to be captured."""
+        """A request was scheduled for the first time (or anew). `extra`: `id` and `mask` (`pack_mask`) of the sample; None: not to be captured."""
         if extra is None or owner_of(extra["id"], self.owners) != self.owner:
             return
         known = self._pending.get(request)
         if known is None:
-            sample = Sample.of(np.asarray(token_ids, dtype=np.int32), runs_to_mask(extra["mask"], len(token_ids)))
+            sample = Sample.of(np.asarray(token_ids, dtype=np.int32), unpack_mask(extra["mask"], len(token_ids)))
             if sample.id != extra["id"]:
                 raise ContractError(
                     f"request {request}: its tokens and mask hash to {sample.id}, the driver sent {extra['id']}",
@@ -281,8 +275,7 @@ class Capture:
                 if at == 0 and pending.done > 0:  # preempted and begun anew
                     self._abandon(pending)
                 if length > 0:
-                    if at != pending.done:
-                        self._refuse_gap(request, pending, at, row, scheduled)
+                    self._require_no_gap(request, pending, at, scheduled)
                     found.append(Segment(pending, row, at, length))
                     pending.done = at + length
             row += scheduled
@@ -300,21 +293,20 @@ class Capture:
             self.writer.abandon(pending.slot)
         pending.done, pending.slot, pending.copies = 0, None, []
 
-    def _refuse_gap(self, request: str, pending: Pending, at: int, row: int, scheduled: int) -> None:
-        hop = Hop(
-            SPLIT,
-            -1,
-            self.rank,
-            request,
-            (scheduled, self.hidden_size),
-            self.dtype,
-            str(self.device),
-            self.steps,
-            sample=pending.sample.id,
-            expected=f"rows of tokens from {pending.done} on",
-            fault=f"rows begin at token {at}: the engine skipped {at - pending.done} tokens (fault F3: a prefix-cache hit?)",
-        )
-        require_sound([hop], "prefix caching must be off: let eyas start the engine, and pass no enable_prefix_caching")
+    def _require_no_gap(self, request: str, pending: Pending, at: int, scheduled: int) -> None:
+        if at != pending.done:
+            fault = (
+                f"rows begin at token {at}: the engine skipped {at - pending.done} tokens, as a prefix-cache hit does"
+            )
+            expected = f"rows of tokens from {pending.done} on"
+            shape = (scheduled, self.hidden_size)
+            hop = Hop(
+                SPLIT, -1, self.rank, request, shape, self.dtype, str(self.device), self.steps, pending.sample.id,
+                expected=expected, fault=fault,
+            )  # fmt: skip
+            require_sound(
+                [hop], "prefix caching must be off: let eyas start the engine, and pass no enable_prefix_caching"
+            )
 
     def _copy(self, segments: Sequence[Segment], step: Step) -> StepCopy:
         if self._stream is not None:
@@ -377,71 +369,47 @@ class Capture:
     def _record(self, hops: list[Hop], segments: Sequence[Segment], step: Step, copy: StepCopy) -> None:
         """Write the hops of one step; waits for the copies, so only traced steps pay for it."""
         copy.synchronize()
-        records: list[Hop] = []
         rows = sum(step.scheduled)
-        for hop, states in zip(hops, step.aux, strict=True):
-            records.append(_with_norm(hop, states[:rows]))
+        records = [replace(hop, norm=_mean_norm(states[:rows])) for hop, states in zip(hops, step.aux, strict=True)]
         for segment in segments:
-            slot = segment.pending.slot
+            slot, first, after = segment.pending.slot, segment.at, segment.at + segment.length
             assert slot is not None
-            sample = segment.pending.sample.id
-            span = f"tokens {segment.at}:{segment.at + segment.length}"
+            span, in_step = f"tokens {first}:{after}", slice(segment.row, segment.row + segment.length)
             for layer, states in zip(self.ascending, step.aux, strict=True):
-                part = states[segment.row : segment.row + segment.length]
-                host = slot.rows[layer][segment.at : segment.at + segment.length]
-                for name, tensor, where in (
-                    (SPLIT, part, f"rows {segment.row}:{segment.row + segment.length} = {span}"),
-                    (HOST_COPY, host, f"{self.writer.name} buffer, {span}"),
-                ):
-                    hop = Hop(
-                        name,
-                        layer,
-                        self.rank,
-                        where,
-                        tuple(tensor.shape),
-                        str(tensor.dtype).removeprefix("torch."),
-                        str(tensor.device),
-                        self.steps,
-                        sample=sample,
-                        expected=f"[{segment.length}, {self.hidden_size}] {self.dtype}",
-                    )
-                    records.append(_with_norm(hop, tensor))
+                records.append(
+                    self._hop(SPLIT, layer, f"rows {in_step.start}:{in_step.stop} = {span}", states[in_step], segment)
+                )
+                host = slot.rows[layer][first:after]
+                records.append(self._hop(HOST_COPY, layer, f"{self.writer.name} buffer, {span}", host, segment))
         assert self.trace is not None
         write_hops(self.trace, records)
 
+    def _hop(self, name: str, layer: int, where: str, rows: torch.Tensor, segment: Segment) -> Hop:
+        expected = f"[{segment.length}, {self.hidden_size}] {self.dtype}"
+        shape, dtype, device = describe_output(rows)
+        sample, norm = segment.pending.sample.id, _mean_norm(rows)
+        return Hop(name, layer, self.rank, where, shape, dtype, device, self.steps, sample, norm, expected)
+
     def record_shard(self, entry: Mapping[str, Any]) -> None:
         """`on_shard` of the writer, in a traced run: the last hop, read back from the file."""
-        from eyas.store.format import read_shard_header
-
         if self.trace is None or int(entry["name"].rsplit("-", 1)[1].split(".")[0]) >= self.trace_steps:
             return
         header = read_shard_header(self.writer.directory / entry["name"])
-        write_hops(
-            self.trace,
-            [
-                Hop(
-                    SHARD,
-                    layer,
-                    self.rank,
-                    entry["name"],
-                    (header.tokens, self.hidden_size),
-                    header.metadata["store_dtype"],
-                    "disk",
-                    self.steps,
-                    norm=entry["norms"][str(layer)]["mean"],
-                    expected=f"[{entry['tokens']}, {self.hidden_size}]",
-                    fault=None if header.tokens == entry["tokens"] else f"{header.tokens} rows in the file",
-                )
-                for layer in header.layer_ids
-            ],
-        )
+        shape, dtype = (header.tokens, self.hidden_size), header.metadata["store_dtype"]
+        fault = None if header.tokens == entry["tokens"] else f"{header.tokens} rows in the file"
+        expected = f"[{entry['tokens']}, {self.hidden_size}]"
+        hops = [
+            Hop(
+                SHARD, layer, self.rank, entry["name"], shape, dtype, "disk", self.steps,
+                norm=entry["norms"][str(layer)]["mean"], expected=expected, fault=fault,
+            )
+            for layer in header.layer_ids
+        ]  # fmt: skip
+        write_hops(self.trace, hops)
 
 
-def _with_norm(hop: Hop, rows: torch.Tensor) -> Hop:
-    from dataclasses import replace
-
-    norm = float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).mean())
-    return replace(hop, norm=norm)
+def _mean_norm(rows: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).mean())
 
 
 def _gatherer(segments: Sequence[Segment], device: torch.device) -> Any:

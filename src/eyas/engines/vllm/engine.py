@@ -26,7 +26,8 @@ from eyas.base.check import Check, Status
 from eyas.base.errors import EngineError, EyasError
 from eyas.data.dataset import Sample
 from eyas.engines.base import CaptureResult, Progress
-from eyas.engines.vllm.native import read_native
+from eyas.engines.vllm.capture import pack_mask
+from eyas.engines.vllm.native import NativeCapture
 from eyas.engines.vllm.start import (
     STEP_TOKENS,
     SUPPORTED,
@@ -43,7 +44,7 @@ from eyas.engines.vllm.start import (
 )
 from eyas.engines.vllm.stop import end_engine
 from eyas.store.format import DTYPES, StoreSpec, read_shard_header
-from eyas.store.writer import ShardWriter, too_many_failed
+from eyas.store.writer import too_many_failed
 from eyas.target.model_files import human_bytes
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class VllmEngine:
     def capture(
         self,
         batches: Iterable[Sequence[Sample]],
-        folder: Path,
+        directory: Path,
         spec: StoreSpec,
         *,
         shard_bytes: int,
@@ -190,62 +191,46 @@ class VllmEngine:
         stop: threading.Event,
     ) -> CaptureResult:
         """Run every sample through the engine once. See `base.Engine.capture`."""
-        part = self.settings.part.name
-        opened = {
-            "folder": str(folder.resolve()),
-            "spec": {**asdict(spec), "layer_ids": list(spec.layer_ids)},
-            "name": part,
-            "shard_bytes": shard_bytes,
-            **writer_settings(self.settings, spec.bytes_per_token, shard_bytes, gpu=has_gpu()),
-            "trace_steps": self.settings.trace_steps,
-        }
         result = CaptureResult()
         expected: list[str] = []
         # Requests join and leave the engine's steps one by one, so samples that are done need not keep a batch company.
         feed = (sample for batch in batches for sample in batch if sample.id not in done)
-        tokens = 0
-        native = self.settings.capture == "native"
-        writer = ShardWriter(folder, spec, f"{part}r000", shard_bytes=shard_bytes) if native else None
+        self._forget_faults(directory)  # of a run of more ranks
+        begun = time.monotonic()
+        ranks: Ranks | NativeCapture = Ranks(self, directory)
+        if self.settings.capture == "native":
+            ranks = NativeCapture(self.native_folder, directory, f"{self.settings.part.name}r000")
         try:
-            begun = time.monotonic()
-            if writer is None:
-                self._raise_errors(self._rpc("eyas_open", opened))
-            opened_at = time.monotonic()
-            looked = 0.0
+            ranks.open(spec, shard_bytes)
+            opened = time.monotonic()
+            tokens, looked = 0, 0.0
             with closing(self._run(feed, expected, result.rejected, stop)) as answers:
                 for samples, (finished, output) in enumerate(answers, 1):
-                    if writer is not None:
-                        self._store_native(writer, finished, output)
+                    ranks.take(finished, output)
                     tokens += len(finished)
                     progress(Progress(samples, tokens, tokens * spec.bytes_per_token))
                     if time.monotonic() - looked > 0.1:
                         looked = time.monotonic()
-                        self._raise_fault(folder)
-            ran_at = time.monotonic()
-            if writer is None:
-                totals = self._rpc("eyas_close")
-                self._raise_fault(folder)
-                self._raise_errors(totals)
-            else:
-                totals = [{**writer.close(), "entries": writer.shards, "rejected": writer.rejected}]
-            self.timings = {"open": opened_at - begun, "run": ran_at - opened_at, "close": time.monotonic() - ran_at}
+                        self._raise_fault(directory)
+            ran = time.monotonic()
+            totals = ranks.close()
+            self.timings = {"open": opened - begun, "run": ran - opened, "close": time.monotonic() - ran}
         except EyasError:
-            if writer is None:
-                self._close_ranks(folder)
+            ranks.give_up()
             raise
         except Exception as error:
             if not stop.is_set():
-                raise self._explained(error, "the engine died", folder) from error
+                raise self._explained(error, "the engine died", directory) from error
             # Ctrl-C reaches the engine's processes too, and they end at once; each rank writes what it has complete.
             log.warning("the engine stopped with the run: %s", type(error).__name__)
             result.interrupted = True
             return result
         result.interrupted = stop.is_set()
         result.shards = [entry for total in totals for entry in total.get("entries", [])]
-        written = {one for entry in result.shards for one in read_shard_header(folder / entry["name"]).sample_ids}
-        reason = "the engine ended this request without computing all its tokens (fault F16)"
         result.rejected += [(one, why) for total in totals for one, why in total.get("rejected", [])]
-        known = written | {one for one, _ in result.rejected}
+        known = {one for entry in result.shards for one in read_shard_header(directory / entry["name"]).sample_ids}
+        known |= {one for one, _ in result.rejected}
+        reason = "the engine ended this request without computing all its tokens"
         result.rejected += [(one, reason) for one in expected if one not in known]
         return result
 
@@ -268,7 +253,7 @@ class VllmEngine:
                     if sample is None:
                         exhausted = True
                         break
-                    extra = {"eyas": {"id": sample.id, "mask": _mask_runs(sample)}}
+                    extra = {"eyas": {"id": sample.id, "mask": pack_mask(sample.loss_mask)}}
                     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
                     name = f"{sample.id}.{self._request}"
                     self._request += 1
@@ -298,16 +283,6 @@ class VllmEngine:
             while engine.has_unfinished_requests():
                 engine.step()
             raise
-
-    def _store_native(self, writer: ShardWriter, sample: Sample, output: Any) -> None:
-        """Take one request's states from the file that vLLM's connector wrote, and remove the file."""
-        path = Path((output.kv_transfer_params or {}).get("hidden_states_path", self.native_folder / "nowhere"))
-        states = read_native(path, sample, sorted(self.layer_ids), writer.spec.hidden_size)
-        slot = writer.reserve(sample)
-        for layer, rows in slot.rows.items():
-            rows.copy_(states[layer])
-        writer.complete(slot)
-        path.unlink()
 
     def prompt_logprobs(self, samples: Sequence[Sample]) -> dict[str, list[tuple[int, float]]]:
         """The engine's own most likely next token and its log-probability after each token, by sample id: T entries."""
@@ -362,33 +337,23 @@ class VllmEngine:
         if not isinstance(answers, list) or len(answers) != self.settings.tp_size * self.settings.pp_size:
             raise errors.ContractError(
                 f"collective_rpc({method}) gave {type(answers).__name__} of length {len(answers) if hasattr(answers, '__len__') else '-'}, "
-                f"expected one answer for each of {self.settings.tp_size * self.settings.pp_size} ranks (fault F1)",
+                f"expected one answer for each of {self.settings.tp_size * self.settings.pp_size} ranks",
                 "this version of vLLM is not supported; `docs/engines.md` lists which are",
             )
         return answers
 
-    def _raise_errors(self, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for answer in answers:
-            if "error" in answer:
-                raise _from_record(answer["error"])
-        return answers
+    def _faults_of(self, place: Path) -> list[Path]:
+        """What ranks of this engine left, the lowest rank's first; other parts that write beside it leave their own."""
+        part = "" if place == Path(self._faults.name) else self.settings.part.name
+        return sorted(place.glob(f"fault-{part}r*.json"))
 
-    def _close_ranks(self, folder: Path) -> None:
-        """After an error: let the other ranks write what is complete. The error that is being raised is the one to be seen."""
-        try:
-            self._rpc("eyas_close", timeout=120)
-        except Exception as error:  # noqa: BLE001
-            log.warning("closing the capture after an error: %s", error)
-        self._forget_faults(folder)
-
-    def _raise_fault(self, folder: Path) -> None:
-        """Raise the error that a rank left in `folder`, the lowest rank's when several did."""
-        for file in sorted(folder.glob("fault-*.json")):
+    def _raise_fault(self, place: Path) -> None:
+        """Raise the error that a rank left in a directory."""
+        for file in self._faults_of(place):
             raise _from_record(json.loads(file.read_text(encoding="utf-8")))
 
-    @staticmethod
-    def _forget_faults(folder: Path) -> None:
-        for file in folder.glob("fault-*.json"):
+    def _forget_faults(self, place: Path) -> None:
+        for file in self._faults_of(place):
             file.unlink(missing_ok=True)
 
     def _explained(self, error: Exception, what: str, folder: Path | None = None, remedy: str = DIED) -> EyasError:
@@ -421,13 +386,51 @@ def _wake_when_dead(engine: weakref.ref[Any]) -> None:
         time.sleep(0.5)
 
 
-def _mask_runs(sample: Sample) -> list[int]:
-    from eyas.engines.vllm.capture import mask_to_runs
-
-    return mask_to_runs(sample.loss_mask)
-
-
 def _from_record(record: Mapping[str, Any]) -> EyasError:
     kind = getattr(errors, record["class"], EngineError)
     where = f"rank {record['rank']}: " if "rank" in record else ""
     return kind(where + record["what"], record["remedy"])
+
+
+class Ranks:
+    """The capture of one run, in the engine's ranks: opened, and closed, on all of them at once."""
+
+    def __init__(self, engine: VllmEngine, directory: Path):
+        self.engine, self.directory = engine, directory
+
+    def open(self, spec: StoreSpec, shard_bytes: int) -> None:
+        """Make every rank ready. Raises what a rank met."""
+        own = self.engine.settings
+        opened = {
+            "folder": str(self.directory.resolve()),
+            "spec": {**asdict(spec), "layer_ids": list(spec.layer_ids)},
+            "name": own.part.name,
+            "shard_bytes": shard_bytes,
+            **writer_settings(own, spec.bytes_per_token, shard_bytes, gpu=has_gpu()),
+            "trace_steps": own.trace_steps,
+        }
+        _raise_errors(self.engine._rpc("eyas_open", opened))
+
+    def take(self, sample: Sample, output: Any) -> None:
+        """A sample was computed: its states never come here."""
+
+    def close(self) -> list[dict[str, Any]]:
+        """Totals of each rank, when its last shard is written. Raises what a rank met."""
+        totals = self.engine._rpc("eyas_close")
+        self.engine._raise_fault(self.directory)
+        return _raise_errors(totals)
+
+    def give_up(self) -> None:
+        """After an error: let the other ranks write what is complete. The error that is being raised is the one to be seen."""
+        try:
+            self.engine._rpc("eyas_close", timeout=120)
+        except Exception as error:  # noqa: BLE001
+            log.warning("closing the capture after an error: %s", error)
+        self.engine._forget_faults(self.directory)
+
+
+def _raise_errors(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for answer in answers:
+        if "error" in answer:
+            raise _from_record(answer["error"])
+    return answers

@@ -15,6 +15,8 @@ import torch
 
 from eyas.base.errors import ContractError, EngineError
 from eyas.data.dataset import Sample
+from eyas.store.format import StoreSpec
+from eyas.store.writer import ShardWriter
 
 CPU_CONNECTOR = "eyas.engines.vllm.native_cpu"
 
@@ -38,6 +40,36 @@ def native_arguments(ascending_ids: Sequence[int], folder: Path, *, gpu: bool) -
     }
 
 
+class NativeCapture:
+    """Takes each request's states from the connector's file and writes them here, in the driver's process."""
+
+    def __init__(self, folder: Path, directory: Path, name: str):
+        """`folder`: where the connector puts its files. `directory`, `name`: of the shards."""
+        self.folder, self.directory, self.name = folder, directory, name
+
+    def open(self, spec: StoreSpec, shard_bytes: int) -> None:
+        self.writer = ShardWriter(self.directory, spec, self.name, shard_bytes=shard_bytes)
+
+    def take(self, sample: Sample, output: Any) -> None:
+        """Store one sample and remove its file. Raises as `read_native`."""
+        path = Path((output.kv_transfer_params or {}).get("hidden_states_path", self.folder / "nowhere"))
+        spec = self.writer.spec
+        states = read_native(path, sample, sorted(spec.layer_ids), spec.hidden_size)
+        slot = self.writer.reserve(sample)
+        for layer, rows in slot.rows.items():
+            rows.copy_(states[layer])
+        self.writer.complete(slot)
+        path.unlink()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Totals of the one writer. Raises as `ShardWriter.close`."""
+        return [{**self.writer.close(), "entries": self.writer.shards, "rejected": self.writer.rejected}]
+
+    def give_up(self) -> None:
+        """After an error: finished shards stay."""
+        self.writer.give_up(EngineError("the capture failed"))
+
+
 def read_native(
     path: Path, sample: Sample, ascending_ids: Sequence[int], hidden_size: int, *, timeout: float = 60
 ) -> dict[int, torch.Tensor]:
@@ -45,7 +77,7 @@ def read_native(
 
     Raises:
         EngineError: the file did not come.
-        ContractError: its tokens are not the sample's (F2), or its shape is not [T, L, H] (F1, F3, F8).
+        ContractError: its tokens are not the sample's, or its shape is not [T, L, H].
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -65,11 +97,9 @@ def read_native(
     wanted = (len(sample), len(ascending_ids), hidden_size)
     if tuple(states.shape) != wanted:
         raise ContractError(
-            f"vLLM's connector gave states of shape {list(states.shape)} for sample {sample.id}, expected [T, L, H] = {list(wanted)} (F1, F3, F8)",
+            f"vLLM's connector gave states of shape {list(states.shape)} for sample {sample.id}, expected [T, L, H] = {list(wanted)}",
             "use --capture aux",
         )
     if not torch.equal(tokens.int(), torch.from_numpy(sample.token_ids)):
-        raise ContractError(
-            f"{path} holds the tokens of another request than sample {sample.id} (fault F2)", "use --capture aux"
-        )
+        raise ContractError(f"{path} holds states of another request than sample {sample.id}", "use --capture aux")
     return {layer: states[:, position] for position, layer in enumerate(ascending_ids)}

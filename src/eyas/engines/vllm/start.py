@@ -1,7 +1,7 @@
 """How vLLM is started: settings, what is refused before a load, the environment and the arguments that eyas chooses.
 
-What users of vLLM otherwise have to know: prefix caching off, a compile cache that knows the layers (fault F20), room for the one
-generated token, thread binding and memory of the CPU build. `vllm.py` runs the engine.
+What users of vLLM otherwise have to know: prefix caching off, a compile cache that knows the layers, room for the one
+generated token, thread binding and memory of the CPU build. `engine.py` runs it.
 """
 
 from __future__ import annotations
@@ -293,29 +293,29 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def vllm_environment(ranks: int, *, gpu: bool, method: str = "spawn") -> dict[str, str]:
+    """What any vLLM that eyas starts must find in its environment; what the user set stays.
+
+    Args:
+        ranks: processes of the engine. method: how it starts them; spawned ones are safe whatever this process has done.
+    """
+    values = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_WORKER_MULTIPROC_METHOD": method}
+    if not gpu:
+        values["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(ranks, sorted(os.sched_getaffinity(0)))
+    return {name: os.environ.get(name, value) for name, value in values.items()}
+
+
 def engine_environment(settings: VllmSettings, faults: Path, *, gpu: bool, first: bool = False) -> dict[str, str]:
-    """What the engine's processes must find in their environment. What the user set stays, except what would break a run.
+    """What the processes of an engine that captures must find in their environment.
 
     `first`: no engine was started in this process before, so that a fork is safe: torch has no threads of its own yet.
     """
-    # Spawned processes are safe whatever this one has done; forked ones need half a minute less for their imports. vLLM itself falls
-    # back to spawning where CUDA was used before.
+    # Forked processes need half a minute less for their imports. vLLM itself falls back to spawning where CUDA was used before.
     method = "fork" if settings.quick_start and gpu and first else "spawn"
-    values = {
-        "EYAS_FAULT_DIR": str(faults),
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", method),
-    }
+    values = {"EYAS_FAULT_DIR": str(faults), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
     if settings.executor == "ray":
         values["RAY_USAGE_STATS_ENABLED"] = os.environ.get("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in (("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
-        values[name] = os.environ.get(name, value)
-    if not gpu:
-        cores = sorted(os.sched_getaffinity(0))
-        values["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get(
-            "VLLM_CPU_OMP_THREADS_BIND", thread_binding(settings.tp_size * settings.pp_size, cores)
-        )
-    return values
+    return values | vllm_environment(settings.tp_size * settings.pp_size, gpu=gpu, method=method)
 
 
 def engine_arguments(

@@ -11,6 +11,7 @@ Works with both model runners of vLLM: V1 keeps row order in `runner.input_batch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -246,9 +247,11 @@ class CaptureWorker(PlatformWorker):
         file = self._fault_file
         if file is None and "EYAS_FAULT_DIR" in os.environ:
             file = Path(os.environ["EYAS_FAULT_DIR"]) / f"fault-r{self.rank:03d}.json"
-        if file is not None and file.parent.is_dir():  # the folder of the engine's start is the driver's host's alone
-            record = {"class": type(error).__name__, "what": error.what, "remedy": error.remedy, "rank": self.rank}
-            file.write_text(json.dumps(record), encoding="utf-8")
+        if (
+            file is not None and file.parent.is_dir()
+        ):  # the directory of the engine's start is the driver's host's alone
+            with contextlib.suppress(OSError):  # a full disk may be the error; the log has it
+                file.write_text(json.dumps({**_as_record(error)["error"], "rank": self.rank}), encoding="utf-8")
 
     # -- decoder-layer hooks (`--capture hooks`)
 
@@ -332,9 +335,6 @@ class CaptureWorker(PlatformWorker):
             )
             self._capture = Capture(
                 writer,
-                layer_ids=spec.layer_ids,
-                hidden_size=spec.hidden_size,
-                dtype=spec.dtype,
                 rank=self.rank,
                 owner=tp.rank_in_group,
                 owners=tp.world_size,

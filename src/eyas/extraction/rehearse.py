@@ -12,18 +12,26 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eyas.base.check import Check
 from eyas.base.errors import InputError, StoreError
+from eyas.base.settings import takes
 from eyas.data.dataset import TokenDataset, open_dataset
 from eyas.engines.contract import Hop, read_hops
+from eyas.extraction.bulk import run
+from eyas.extraction.plan import plan
+from eyas.extraction.settings import ExtractSettings
+from eyas.gates.preflight import refuse_failures
+from eyas.gates.verification import verify
+from eyas.store.format import read_store_manifest
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import resolve_layer_ids
-from eyas.target.model_files import describe_model
+from eyas.target.model_files import ModelInfo, describe_model
 
 log = logging.getLogger(__name__)
 
@@ -123,76 +131,84 @@ def few_samples(dataset: TokenDataset, target: Path, *, max_seq_len: int | None,
     return written
 
 
-def _first_there(folder: Path) -> Path:
-    return folder if folder.is_dir() else _first_there(folder.parent)
+def _shallow(
+    settings: ExtractSettings, info: ModelInfo, base: Path, layer_ids: tuple[int, ...], depth: int, samples: int
+) -> ExtractSettings:
+    """The settings of the run that is made instead: a shallow model, a few samples and a store in `base`."""
+    few_samples(
+        open_dataset(settings.prepared_data),
+        base / "samples.jsonl",
+        max_seq_len=settings.max_seq_len or info.max_position,  # longer ones go to the ledger in the run too
+        count=samples,
+        most_tokens=16384,
+    )
+    return replace(
+        settings,
+        model_path=str(shallow_copy(info.path, base / "model", depth)),
+        revision=None,
+        prepared_data=base / "samples.jsonl",
+        output_dir=base / "store",
+        layer_ids=layer_ids,
+        layer_index="stream",
+        final=False,
+        load_format="dummy",
+        trace=True,
+        part=None,
+    )
 
 
+def _first_existing(directory: Path) -> Path:
+    return directory if directory.is_dir() else _first_existing(directory.parent)
+
+
+@takes(ExtractSettings)
 def rehearse(
+    settings: ExtractSettings,
     *,
     samples: int = 12,
+    on_preflight: Callable[[list[Check]], None] | None = None,
     on_stage: Callable[[str], None] | None = None,
-    **options: Any,
 ) -> RehearsalReport:
-    """Rehearse an extraction; `options` are those of `eyas.extract` (`output_dir` is not touched).
+    """Rehearse an extraction; `output_dir` is not touched.
 
-    What it writes is temporary; with ranks on several hosts (Ray) it lies beside `output_dir`, where every host sees it.
+    What it writes is temporary; with ranks on several hosts (Ray) it stands beside `output_dir`, where every host sees it.
 
     Args:
         samples: how many of the dataset's samples take part.
-        on_stage: called with a line for each stage.
+        on_preflight: called with the preflight table. on_stage: called with a line for each stage.
 
     Raises:
         What `eyas.extract` and `eyas.verify` would: the same checks run. InputError for engine `transformers`, whose load is short.
     """
-    from eyas.extraction.bulk import IS_REHEARSAL, extract
-    from eyas.gates.verification import verify
-
-    engine = options.get("engine", "transformers")
-    if engine != "vllm":
+    if settings.engine != "vllm":
         raise InputError(
-            f"engine {engine} has nothing to rehearse: its load is short",
+            f"engine {settings.engine} has nothing to rehearse: its load is short",
             "run `eyas extract`; its parity gate comes first",
         )
     say = on_stage or log.info
     begun = time.monotonic()
-    folder = resolve_model_path(options["model_path"], options.get("revision"))
-    info = describe_model(folder, trust_remote_code=options.get("trust_remote_code", False), need_weights=False)
+    info = describe_model(
+        resolve_model_path(settings.model_path, settings.revision),
+        trust_remote_code=settings.trust_remote_code,
+        need_weights=False,
+    )
     asked = resolve_layer_ids(
-        options.get("layer_ids"),
-        info.num_layers,
-        index=options.get("layer_index", "stream"),
-        with_final=options.get("with_final", True),
+        settings.layer_ids, info.num_layers, index=settings.layer_index, with_final=settings.final
     )
     layer_map, depth = shallow_ids(asked, info.num_layers)
-    shared = options.get("distributed_executor_backend") == "ray"
-    beside = _first_there(Path(options["output_dir"]).resolve().parent) if shared else None
+    shared = settings.distributed_executor_backend == "ray"
+    beside = _first_existing(settings.output_dir.resolve().parent) if shared else None
     with tempfile.TemporaryDirectory(prefix="eyas-rehearsal-", dir=beside) as base:
-        model = shallow_copy(folder, Path(base) / "model", depth)
-        data, store = Path(base) / "samples.jsonl", Path(base) / "store"
-        few_samples(
-            open_dataset(options["prepared_data"]),
-            data,
-            max_seq_len=options.get("max_seq_len") or info.max_position,  # longer ones go to the ledger in the run too
-            count=samples,
-            most_tokens=16384,
-        )
+        shallow = _shallow(settings, info, Path(base), tuple(layer_map.values()), depth, samples)
+        store = shallow.output_dir
         say(
             f"rehearsing with {depth} of {info.num_layers} layers, random weights: ids {asked} as {list(layer_map.values())}"
         )
-        changed = {
-            "model_path": str(model),
-            "prepared_data": str(data),
-            "output_dir": str(store),
-            "layer_ids": list(layer_map.values()),
-            "layer_index": "stream",
-            "with_final": False,
-            "load_format": "dummy",
-            "trace": True,
-            "part": None,
-            "rehearsal": IS_REHEARSAL,
-        }
-        dtype = info.dtype if options.get("dtype", "auto") == "auto" else options["dtype"]
-        report = extract(on_stage=say, **{**options, **changed, "dtype": dtype})
+        job = plan(shallow, quick_start=True)
+        if on_preflight is not None:
+            on_preflight(job.checks)
+        refuse_failures(job.checks)
+        report = run(job, on_stage=say)
         if report.rejected:
             one, why = report.rejected[0]
             raise StoreError(
@@ -203,8 +219,7 @@ def rehearse(
             raise StoreError(
                 "rehearsal: the store does not verify:\n  " + "\n  ".join(checked.problems[:5]), "please report it"
             )
-        manifest = json.loads((store / "manifest.json").read_text(encoding="utf-8"))
-        made = manifest["engine"]
+        made = read_store_manifest(store)["engine"]
         return RehearsalReport(
             time.monotonic() - begun,
             made.get("load_seconds", 0.0),
