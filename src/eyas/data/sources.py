@@ -71,14 +71,14 @@ def read_rows(source: DataSource) -> Iterator[RawRow]:
         InputError: no such file, directory, data set or split, or a directory without data files.
     """
     path = Path(source.path)
-    if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
-        yield from _saved_dataset(path, source)
-    elif path.is_dir() or path.is_file():
-        files, others = files_of(source)
-        if others:
-            log.warning("%s: not read, their format is not one of data: %s", path, ", ".join(others))
+    files, others = files_of(source)
+    if others:
+        log.warning("%s: not read, their format is not one of data: %s", path, ", ".join(others))
+    if files:
         for file in files:
             yield from _read_file(file)
+    elif path.exists():
+        yield from _saved_dataset(path, source)
     else:
         yield from _hub_dataset(source)
 
@@ -88,9 +88,18 @@ def files_of(source: DataSource) -> tuple[list[Path], list[str]]:
 
     Hidden files and directories are passed over. Both lists are empty for data sets of the `datasets` library.
 
-    Raises InputError for a file of another format and for a directory without data files.
+    Nothing is opened. Raises InputError for what is not there and is no data set's name either, for a file of another format and for a
+    directory without data files.
     """
-    path = Path(source.path)
+    path, name = Path(source.path), source.path
+    on_hub = name.startswith("hf:") or (
+        name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(SUFFIXES)
+    )
+    if not path.exists() and not on_hub:
+        raise InputError(
+            f"--data {name}: no such file or directory, and not a data set name of the form owner/name",
+            "check the path; packaged sets are named `conversations`, `word_problems` and `word_problems_heldout`",
+        )
     if path.is_file():
         if _format_of(path) is None:
             raise InputError(f"{path}: unknown kind of data file", f"expected {', '.join(SUFFIXES)}")
@@ -349,13 +358,7 @@ def _saved_dataset(path: Path, source: DataSource) -> Iterator[RawRow]:
 
 
 def _hub_dataset(source: DataSource) -> Iterator[RawRow]:
-    missing = InputError(
-        f"--data {source.path}: no such file or directory, and not a data set name of the form owner/name",
-        "check the path; packaged sets are named `conversations`, `word_problems` and `word_problems_heldout`",
-    )
     path = source.path.removeprefix("hf:")
-    if path == source.path and (path.count("/") != 1 or path.startswith((".", "/")) or path.endswith(SUFFIXES)):
-        raise missing
     try:
         loaded = _datasets().load_dataset(path, source.config, split=source.split, streaming=True)
     except (FileNotFoundError, ValueError, OSError) as error:
