@@ -196,7 +196,7 @@ def test_the_plot_shows_vllm_and_every_place(work, draft, tmp_path):
     drawn = ElementTree.fromstring(plot(report))
     texts = ["".join(node.itertext()) for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert any("mine: draft in vLLM" in text for text in texts)
-    assert sum("mine: place" in text for text in texts) == 2
+    assert sum("mine: position" in text for text in texts) == 2
 
 
 def test_a_changed_reply_is_an_error_and_a_tie_is_named():

@@ -8,7 +8,7 @@ min(1, p/q), and the first rejected one is replaced by a draw from max(0, p - q)
 
 Sequences accept different numbers of draft tokens. The caches stay rectangular: rejected places remain in them as holes that a mask hides, and
 positions are counted per sequence, so any batch gives what single sequences give. The cache keeps all tokens of every layer, because a
-sliding one cannot take rejected guesses back; a layer's window is then in its mask.
+sliding one cannot take rejected draft tokens back; a layer's window is then in its mask.
 """
 
 from __future__ import annotations
@@ -163,15 +163,15 @@ def decode(
     if drafter is not None:
         drafter.commit(states, torch.cat([ids[:, 1:], last], 1), positions, mask)
     while not all(finished):
-        guesses, q = drafter.chain(k, temperature, generator) if drafter is not None else (last[:, :0], None)
-        inputs = torch.cat([last, guesses], 1)  # [B, k + 1]
+        drafted, q = drafter.chain(k, temperature, generator) if drafter is not None else (last[:, :0], None)
+        inputs = torch.cat([last, drafted], 1)  # [B, k + 1]
         positions = length.unsqueeze(1) + torch.arange(k + 1, device=device)
         logits, states = target(inputs, positions, torch.cat([places, positions], 1), cache)
         if temperature == 0 or q is None:
             answers, gaps = choose(logits, temperature, generator)  # [B, k + 1], what the target says after each input
-            accepted = (guesses == answers[:, :k]).long().cumprod(1).sum(1)
+            accepted = (drafted == answers[:, :k]).long().cumprod(1).sum(1)
         else:
-            answers, accepted, gaps = reject(logits, guesses, q, temperature, generator)
+            answers, accepted, gaps = reject(logits, drafted, q, temperature, generator)
         for b, trace in enumerate(traces):
             if not finished[b]:
                 count = int(accepted[b]) + 1
@@ -205,28 +205,28 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def reject(
-    logits: Tensor, guesses: Tensor, q: Tensor, temperature: float, generator: torch.Generator | None
+    logits: Tensor, drafted: Tensor, q: Tensor, temperature: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): keeps the target's distribution exactly.
 
     Args:
-        logits: [B, k+1, V] the target's. guesses: the draft tokens [B, k], drawn from q: [B, k, V], the draft's probabilities over the target's tokens.
+        logits: [B, k+1, V] the target's. drafted: the draft tokens [B, k], drawn from q: [B, k, V], the draft's probabilities over the target's tokens.
 
     Returns:
         answers [B, k+1] (accepted draft tokens, then the replacement or bonus), accepted [B], gaps [B, k+1].
     """
-    B, k = guesses.shape
+    B, k = drafted.shape
     p = torch.softmax(logits / temperature, -1)
-    p_guess = p[:, :k].gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
-    q_guess = q.gather(-1, guesses.unsqueeze(-1)).squeeze(-1)
+    p_drafted = p[:, :k].gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
+    q_drafted = q.gather(-1, drafted.unsqueeze(-1)).squeeze(-1)
     draw = torch.rand(B, k, device=p.device, dtype=p.dtype, generator=generator)
-    accepted = (draw * q_guess < p_guess).long().cumprod(1).sum(1)  # u < p/q
+    accepted = (draw * q_drafted < p_drafted).long().cumprod(1).sum(1)  # u < p/q
     at = accepted.view(B, 1, 1).expand(B, 1, p.shape[-1])
-    q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # no guess stands at the bonus place: all of p
+    q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # no draft token stands at the bonus position: all of p
     rest = (p.gather(1, at) - q_padded.gather(1, at)).clamp_min(0).squeeze(1)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p.gather(1, at).squeeze(1))
     replacement = torch.multinomial(rest, 1, generator=generator)
-    answers = torch.cat([guesses, replacement], 1)
+    answers = torch.cat([drafted, replacement], 1)
     answers.scatter_(1, accepted.unsqueeze(1), replacement)
     best = logits.topk(2, -1).values
     return answers, accepted, best[..., 0] - best[..., 1]

@@ -1,4 +1,4 @@
-"""The plot of an acceptance report: length per prompt set beside vLLM's and the guessers', and the rate at each place of the chain."""
+"""The plot of an acceptance report: length per prompt set beside vLLM's and the baselines', and the acceptance rate at each position."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from html import escape
 from typing import Any
 
 WIDTH, LABELS, BARS, ROW, TOP = 760, 330, 340, 22, 34
-OURS, THEIRS, GUESSERS, INK = "#1f6feb", "#8250df", "#b0b8c1", "#24292f"
+OURS, THEIRS, BASELINES, INK = "#1f6feb", "#8250df", "#b0b8c1", "#24292f"
 
 
 def plot(report: dict[str, Any]) -> str:
-    """An SVG: acceptance length of each set with its 95 % interval, then the acceptance rate by place."""
+    """An SVG: acceptance length of each set with its 95 % interval, then the acceptance rate by position."""
     served = report.get("vllm", {})
     sets = {**report["sets"], **({"overall": report["overall"]} if len(report["sets"]) > 1 else {})}
     lengths: list[tuple[str, float | None, str, list[float | None]]] = []
@@ -18,17 +18,21 @@ def plot(report: dict[str, Any]) -> str:
         lengths.append((f"{name}: draft", found["acceptance_length"], OURS, found["interval_95"]))
         if name in served:
             lengths.append((f"{name}: draft in vLLM", served[name]["acceptance_length"], THEIRS, []))
-        lengths += [(f"{name}: {guesser}", length, GUESSERS, []) for guesser, length in found["baselines"].items()]
+        lengths += [(f"{name}: {baseline}", length, BASELINES, []) for baseline, length in found["baselines"].items()]
     places: list[tuple[str, float | None, str, list[float | None]]] = []
     for name, found in sets.items():
         intervals = found["by_position_interval_95"]
         places += [
-            (f"{name}: place {place + 1}", rate, OURS, intervals[place])
+            (f"{name}: position {place + 1}", rate, OURS, intervals[place])
             for place, rate in enumerate(found["by_position"])
         ]
     chain = report["settings"]["chain"]
-    first, y = _bars(f"tokens per verification step, bonus included, chain of {chain}", lengths, TOP, "{:.2f}")
-    second, y = _bars("share of verification steps that accept the guess at each place", places, y + ROW, "{:.0%}")
+    first, y = _bars(
+        f"tokens per verification step, bonus included, {chain} draft tokens a step", lengths, TOP, "{:.2f}"
+    )
+    second, y = _bars(
+        "share of verification steps that accept the draft token at each position", places, y + ROW, "{:.0%}"
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 10}" font-family="sans-serif" font-size="12">'
         f'<rect width="100%" height="100%" fill="white"/>{first}{second}</svg>\n'

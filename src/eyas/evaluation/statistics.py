@@ -26,9 +26,9 @@ class Timing:
 
 @dataclass
 class SetResult:
-    """One prompt set. `acceptance` per prompt, `baselines`: guesser -> per prompt, `timings` per batch.
+    """One prompt set. `acceptance` per prompt, `baselines`: name -> per prompt, `timings` per batch.
 
-    `behind`: guesses accepted behind the end of a reply, in its last round: no part of the figures; vLLM counts them.
+    `behind`: draft tokens accepted behind the end of a reply, in its last round: no part of the figures; vLLM counts them.
     """
 
     name: str
