@@ -27,7 +27,7 @@ from eyas.engines.base import CaptureResult, Progress
 from eyas.store.checksums import row_sums
 from eyas.store.format import DTYPES, StoreSpec
 from eyas.store.writer import ShardWriter, Slot
-from eyas.target.decoder import Decoder, find_decoder
+from eyas.target.decoder import Decoder, find_decoder, hook_streams
 from eyas.target.fitness import check_streams
 from eyas.target.loading import load_model
 from eyas.target.model_files import ModelInfo, human_bytes
@@ -61,35 +61,31 @@ class Capture:
         self._hidden_size = hidden_size
         self._taken: list[int] = []
         self._tokens = 0
-        self._handles = []
-        for i in self.layer_ids:
-            module = decoder.norm if i == len(decoder.layers) else decoder.layers[i]
-            self._handles.append(module.register_forward_pre_hook(self._hook(i), with_kwargs=True))
+        self._handles = hook_streams(decoder, self.layer_ids, self._take)
 
-    def _hook(self, layer_id: int) -> Callable[..., None]:
-        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.sink is None:
-                return
-            stream = args[0] if args else kwargs.get("hidden_states")
-            wanted = [1, self._tokens, self._hidden_size]
-            shape = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
-            if shape != wanted:
-                several = isinstance(stream, torch.Tensor) and stream.numel() > torch.Size(wanted).numel()
-                kind = "several residual streams side by side (AltUp, hyper-connections)" if several else "not that"
-                raise ContractError(
-                    f"layer {layer_id}: the residual stream should be {wanted}, it is {shape}: {kind}",
-                    "eyas cannot capture this architecture with this engine; try --engine vllm",
-                )
-            if layer_id in self._taken:
-                raise ContractError(
-                    f"layer {layer_id}: its module runs more than once in a forward pass, so what enters it is not one state",
-                    "eyas cannot capture this architecture yet; please report it",
-                )
-            self._taken.append(layer_id)
-            assert isinstance(stream, torch.Tensor)  # for the type checker: the shape test above covers it
-            self.sink(layer_id, stream)
-
-        return hook
+    def _take(self, layer_id: int, stream: Any) -> None:
+        if self.sink is None:
+            return
+        wanted = [1, self._tokens, self._hidden_size]
+        shape = list(stream.shape) if isinstance(stream, torch.Tensor) else type(stream).__name__
+        if shape != wanted:
+            several = isinstance(stream, torch.Tensor) and stream.numel() > torch.Size(wanted).numel()
+            kind = (
+                "several residual streams side by side (AltUp, hyper-connections)"
+                if several
+                else "indexed once too often"
+            )
+            raise ContractError(
+                f"layer {layer_id}: the residual stream should be {wanted}, it is {shape}: {kind}",
+                "eyas cannot capture this architecture with this engine; try --engine vllm",
+            )
+        if layer_id in self._taken:
+            raise ContractError(
+                f"layer {layer_id}: its module runs more than once in a forward pass, so what enters it is not one state",
+                "eyas cannot capture this architecture yet; please report it",
+            )
+        self._taken.append(layer_id)
+        self.sink(layer_id, stream)
 
     def run(self, forward: Callable[[], Any], tokens: int, sink: Callable[[int, torch.Tensor], None]) -> Any:
         """Run a forward pass of `tokens` tokens and check that each id was taken exactly once.

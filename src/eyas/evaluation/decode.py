@@ -24,7 +24,7 @@ from torch import Tensor
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.decoding import DraftDecoder
 from eyas.drafts.eagle3.model import Draft
-from eyas.target.decoder import find_decoder
+from eyas.target.decoder import find_decoder, hook_streams
 
 
 @dataclass
@@ -65,17 +65,7 @@ class Target:
         self.device = next(model.parameters()).device
         self._taken: dict[int, Tensor] = {}
         decoder = find_decoder(model, config.num_hidden_layers)
-        modules = [decoder.norm if i == len(decoder.layers) else decoder.layers[i] for i in self.layer_ids]
-        self._hooks = [
-            module.register_forward_pre_hook(self._keep(i), with_kwargs=True)
-            for i, module in zip(self.layer_ids, modules, strict=True)
-        ]
-
-    def _keep(self, layer_id: int) -> Any:
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._taken[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
+        self._hooks = hook_streams(decoder, self.layer_ids, self._taken.__setitem__)
 
     def __call__(self, ids: Tensor, positions: Tensor, places: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         """One forward pass.

@@ -21,6 +21,7 @@ import torch
 
 from eyas.base.errors import ParityError
 from eyas.data.dataset import Sample
+from eyas.target.decoder import hook_streams
 from eyas.target.layers import describe_layer
 from eyas.target.loading import right_attention
 from eyas.target.readout import normalise, squash
@@ -67,12 +68,8 @@ def reference_states(
     model, decoder = engine.model, engine.decoder
     if not engine.one_by_one:
         model.set_attn_implementation(right_attention(model))
-    final: list[torch.Tensor] = []
-
-    def keep_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        final.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = decoder.norm.register_forward_pre_hook(keep_input, with_kwargs=True)
+    final: dict[int, torch.Tensor] = {}
+    (handle,) = hook_streams(decoder, [engine.info.num_layers], final.__setitem__)
     try:
         with torch.inference_mode():
             token_ids = torch.from_numpy(sample.token_ids).long()[None].to(engine.device)
@@ -80,7 +77,7 @@ def reference_states(
     finally:
         handle.remove()
     streams = {i: h[0] for i, h in enumerate(output.hidden_states[:-1])}
-    streams[engine.info.num_layers] = final[0][0]
+    streams[engine.info.num_layers] = final[engine.info.num_layers][0]
     return streams, output.hidden_states[-1][0], output.logits[0]
 
 

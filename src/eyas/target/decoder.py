@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +65,8 @@ def is_other_tower(name: str) -> bool:
     return any(part.startswith(OTHER_TOWERS) for part in name.lower().split("."))
 
 
-@contextmanager
-def stream_hooks(decoder: Decoder, layer_ids: Sequence[int], sink: Callable[[int, Any], None]) -> Iterator[None]:
-    """While active, each forward pass hands `sink(layer id, what enters that layer)`; id N is what enters the final norm.
+def hook_streams(decoder: Decoder, layer_ids: Sequence[int], sink: Callable[[int, Any], None]) -> list[Any]:
+    """Let each forward pass hand `sink(layer id, what enters that layer)`; id N is what enters the final norm. Returns removable handles.
 
     What enters is the model's own tensor, usually [batch, T, H]; nothing is checked or copied here.
     """
@@ -79,12 +77,5 @@ def stream_hooks(decoder: Decoder, layer_ids: Sequence[int], sink: Callable[[int
 
         return take
 
-    handles = []
-    try:
-        for i in layer_ids:
-            module = decoder.norm if i == len(decoder.layers) else decoder.layers[i]
-            handles.append(module.register_forward_pre_hook(hook(i), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = [*decoder.layers, decoder.norm]
+    return [modules[i].register_forward_pre_hook(hook(i), with_kwargs=True) for i in layer_ids]
