@@ -112,6 +112,29 @@ GLM = """[gMASK]<sop>{%- set ns = namespace(last=-1) %}{%- for m in messages %}{
 {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- if m.role == 'user' and enable_thinking is defined and not enable_thinking %}{{- '/nothink' }}{%- endif %}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- if enable_thinking is defined and not enable_thinking %}{{- '\\n<think></think>' }}{%- endif %}{%- endif %}"""
 
+# The tags of a thought are put around texts that have none; earlier turns lose what stands before the closing tag; the prompt opens the block with a line break.
+NEMOTRON3 = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- set enable_thinking = enable_thinking if enable_thinking is defined else true %}
+{%- for m in messages %}{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content is string and m.reasoning_content | trim %}{%- set content = '<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n' ~ m.content %}
+{%- elif '<think>' in m.content or '</think>' in m.content %}{%- set content = m.content %}{%- else %}{%- set content = '<think></think>' ~ m.content %}{%- endif %}
+{%- if loop.index0 < ns.last and '</think>' in content %}{%- set content = '<think></think>' ~ content.split('</think>')[-1] %}{%- endif %}
+{{- '<|im_start|>assistant\\n' ~ content | trim }}
+{%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>\\n<function=' ~ call.function.name ~ '>\\n' }}{%- for name, value in call.function.arguments | items %}{{- '<parameter=' ~ name ~ '>\\n' ~ value ~ '\\n</parameter>\\n' }}{%- endfor %}{{- '</function>\\n</tool_call>\\n' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>\\n<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' if enable_thinking else '<|im_start|>assistant\\n<think></think>' }}{%- endif %}"""
+
+# A call, its results and what follows are one turn of the model: the prompt behind a result has no header, and yet the next answer is shown with one.
+GEMMA4 = """{{ bos_token }}{%- set ns = namespace(tool=false) %}{%- for m in messages %}
+{%- if m.role == 'tool' %}{%- set ns.tool = true %}{{- 'response:' ~ m.content ~ '<tool_response|>' }}
+{%- else %}{%- set ns.tool = false %}{{- '<|turn>' ~ ('model' if m.role == 'assistant' else m.role) ~ '\\n' }}
+{%- if m.tool_calls and m.reasoning_content %}{{- '<|channel>thought\\n' ~ m.reasoning_content ~ '\\n<channel|>' }}{%- endif %}
+{%- for call in m.tool_calls or [] %}{%- set ns.tool = true %}{{- '<|tool_call>call:' ~ call.function.name ~ '{' ~ call.function.arguments | tojson ~ '}<tool_call|><|tool_response>' }}{%- endfor %}
+{{- m.content | trim }}{%- if not m.tool_calls %}{{- '<turn|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt and not ns.tool %}{{- '<|turn>model\\n' }}{%- if not enable_thinking %}{{- '<|channel>thought\\n<channel|>' }}{%- endif %}{%- endif %}"""
+
 #: kind -> (template, special tokens, other added tokens, bos, eos)
 TEMPLATES = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], [], None, "<|im_end|>"),
@@ -167,6 +190,14 @@ TEMPLATES = {
     ),
     "glm": (GLM, ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"], ["<think>", "</think>"], None, "<|endoftext|>"),
 }  # fmt: skip
+TEMPLATES["nemotron3"] = (NEMOTRON3, *TEMPLATES["qwen3"][1:])
+TEMPLATES["gemma4"] = (
+    GEMMA4,
+    ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"],
+    ["<|channel>", "<channel|>"],
+    "<bos>",
+    "<eos>",
+)
 TEMPLATES["deepseek-r1"] = (DEEPSEEK_R1, *TEMPLATES["deepseek-v3"][1:])
 TEMPLATES["kimi-k2-thinking"] = (KIMI_K2_THINKING, *TEMPLATES["kimi-k2.5"][1:])
 

@@ -102,6 +102,8 @@ PLAIN_GOLDEN = {
     "kimi-k2.5": [[["Hello", ".", "<|im_end|>"], [" ", "Hello", ".", " ", "<|im_end|>"]]],
     "kimi-k2-thinking": [[["Hello", ".", "<|im_end|>"], [" ", "Hello", ".", " ", "<|im_end|>"]]],
     # The next turn's first token is what ends the first answer; nothing ends the last one.
+    "nemotron3": [[["Hel", "lo", ".", "<|im_end|>"], [" Hello", ".", "<|im_end|>"]]],
+    "gemma4": [[["Hel", "lo", ".", "<turn|>"], ["Hel", "lo", ".", "<turn|>"]]],
     "glm": [[["Hel", "lo", ".", "<|user|>"], ["Hel", "lo", "."]]],
 }
 
@@ -158,6 +160,12 @@ def test_the_prompt_of_an_unrolled_turn_is_what_serving_would_send():
 
 
 CALLED_GOLDEN = {
+    "nemotron3": [
+        [
+            "I need it.\n</think>\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n<|im_end|>",
+            "It is Sunny.<|im_end|>",
+        ]
+    ],
     "qwen3": [
         [
             '<think>\nI need it.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
@@ -262,6 +270,67 @@ def test_reasoning_written_into_the_content():
     ]
     assert texts(supervised("chatml", *inline)) == [["<think>\nI should\n</think>\n\nHello.<|im_end|>"]]
     assert texts(supervised("chatml", *inline, reasoning="drop")) == [["Hello.<|im_end|>"]]
+
+
+@pytest.mark.parametrize("kind", [*REASONED_GOLDEN, "nemotron3"])
+@pytest.mark.parametrize("form", ["<think>\nI should\n</think>\n\nHello.", "I should\n</think>\n\nHello."])
+def test_a_thought_in_the_text_is_supervised_as_it_is_generated(kind, form):
+    """As a field, between its tags, or as generated behind a prompt that opens the block: one and the same sample."""
+    as_field = [user("Hi"), assistant("Hello." if kind not in ("deepseek-v3",) else "\n\nHello.", "I should")]
+    expected = supervised(kind, *as_field, chat_template_kwargs=THINKING_ON)
+    assert supervised(kind, user("Hi"), assistant(form), chat_template_kwargs=THINKING_ON) == expected
+    assert "I should" in texts(expected)[0][0]
+
+
+UNCLOSED = {
+    "qwen3": "<think>\nI should go",  # not `</think>`, and no empty block before it
+    "chatml": "<think>\nI should go",
+    "kimi-k2-thinking": "<think>\nI should go",
+    "deepseek-r1": "I should go",  # the prompt opens the block, with its line break
+    "nemotron3": "I should go",
+    "kimi-k2.5": "\nI should go",
+}
+
+
+@pytest.mark.parametrize("kind", UNCLOSED)
+def test_a_thought_that_was_cut_is_what_the_target_generated_behind_its_prompt(kind):
+    tokenizer = tokenizer_of(kind)
+    template = ChatTemplate(tokenizer, MaskSettings(chat_template_kwargs=THINKING_ON))
+    [sample] = template.samples(Conversation([user("Hi"), assistant("<think>\nI should go")]))
+    start = sample.loss_mask.tolist().index(1)
+    assert sample.loss_mask[start:].all()
+    assert tokenizer.decode(sample.token_ids[:start].tolist()) == template.prompt([user("Hi")])
+    assert tokenizer.decode(sample.token_ids[start:].tolist()) == UNCLOSED[kind]
+    assert sample.notes == ["answer unfinished when it was generated"]
+    both = texts(supervised(kind, user("Hi"), assistant("Yes."), user("And?"), assistant("<think>\nI should go"), chat_template_kwargs=THINKING_ON))  # fmt: skip
+    assert len(both) == 2
+    assert both[0] == [UNCLOSED[kind]]
+    assert both[1][0].startswith("Yes.")
+
+
+def test_a_cut_thought_that_the_target_cannot_have_generated_is_refused():
+    with pytest.raises(MaskError, match="thinking is off"):
+        supervised("qwen3", user("Hi"), assistant("<think>\nI should go"), chat_template_kwargs=THINKING_OFF)
+    with pytest.raises(MaskError, match="thoughts otherwise than <think>"):
+        supervised("gpt-oss", user("Hi"), assistant("<think>\nI should go"))
+    with pytest.raises(MaskError, match="a thought without an end, and more behind it"):
+        supervised("qwen3", user("Hi"), assistant("<think>\nI should go"), user("And?"), assistant("Yes."))
+
+
+def test_behind_a_tools_answer_the_target_goes_on_without_a_header():
+    """Gemma 4's prompt behind a tool's answer has no header, its rendering has one: it is neither supervised nor in the context."""
+    called = [*CALLED, user("And?"), assistant("Bye.")]
+    tokenizer = tokenizer_of("gemma4")
+    template = ChatTemplate(tokenizer, MaskSettings(chat_template_kwargs={"enable_thinking": True}))
+    behind, whole = template.samples(Conversation(called))
+    assert ["".join(run) for run in runs(tokenizer, behind)] == ["It is Sunny.<turn|>"]
+    start = behind.loss_mask.tolist().index(1)
+    assert tokenizer.decode(behind.token_ids[:start].tolist()) == template.prompt(called[:3])
+    assert template.prompt(called[:3]).endswith("<tool_response|>")
+    assert ["".join(run) for run in runs(tokenizer, whole)] == [
+        '<|channel>thought\nI need it.\n<channel|><|tool_call>call:weather{{"city": "Paris"}}<tool_call|><|tool_response>',
+        "Bye.<turn|>",
+    ]
 
 
 # ---------------------------------------------------------------- shapes of conversations

@@ -31,8 +31,8 @@ from typing import Any, Literal
 import numpy as np
 
 from eyas.base.errors import InputError
-from eyas.base.masks import runs
 from eyas.data.conversations import LEFT_OUT, Conversation
+from eyas.data.generation_blocks import block_ranges, compare_blocks
 from eyas.data.placement import MaskError, Place, agree, parts_of, place_texts
 from eyas.data.think_blocks import (
     CLOSE_TAG,
@@ -40,12 +40,14 @@ from eyas.data.think_blocks import (
     OPEN_AT_END,
     OPEN_TAG,
     REASONING_NAMES,
-    THINK_ONLY,
     THINK_TAIL,
+    UNCLOSED,
     restore_reasoning,
+    thought_apart,
+    without_opening,
     without_reasoning,
 )
-from eyas.data.token_masks import MaskedText, MaskedTokens, mask_by_offsets, tokens_by_pieces
+from eyas.data.token_masks import MaskedText, MaskedTokens, mask_by_offsets, shifted_mask, tokens_by_pieces
 
 Supervise = Literal["all", "assistant", "last-turn"]
 Rewritten = Literal["unroll", "skip"]
@@ -53,6 +55,8 @@ Reasoning = Literal["keep", "drop"]
 
 #: The note of a sample with an answer that the token limit cut off when it was generated.
 UNFINISHED = "answer unfinished when it was generated"
+RESTORED = "reasoning restored"
+HEADLESS = "set behind a tool's answer without a header, as it is served"
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class ChatTemplate:
         self._generation_prompt: str | None = None
         names = [name for name in REASONING_NAMES if re.search(rf"""\.{name}\b|["']{name}["']""", self.source)]
         self._reasoning_names = names
+        self._reads_reasoning = bool(names) or "reasoning_content" in self.source
         # Two demands that templates make on tool calls: Mistral's ids have nine letters, DeepSeek's arguments are text.
         self._short_ids = bool(re.search(r"length\s*!=\s*9", self.source))
         self._text_arguments = self._wants_text_arguments()
@@ -148,7 +153,15 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
             )
-        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise MaskError(f"the chat template refuses it: {str(error).strip() or type(error).__name__}") from None
 
     def prompt(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
@@ -179,6 +192,11 @@ class ChatTemplate:
                 one |= dict.fromkeys(self._reasoning_names, one["reasoning_content"])
             result.append(one)
         return result
+
+    def _header(self) -> str:
+        """The generation prompt without a think tag at its end."""
+        usual = self.generation_prompt()
+        return usual[: tail.start()] if (tail := THINK_TAIL.search(usual)) else usual
 
     def prompt_ids(self, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
         """The tokens of `prompt`, as serving would send them."""
@@ -220,6 +238,8 @@ class ChatTemplate:
         if self.settings.reasoning == "drop":
             messages = without_reasoning(messages)
         tools = conversation.tools
+        if self._reads_reasoning or OPEN_AT_END.search(self.generation_prompt()):
+            messages = [thought_apart(message, bare=self._reads_reasoning) for message in messages]
         if self.settings.supervise == "all":
             text = self.render(self._clean(conversation.messages), tools)
             return [MaskedText(text, [(0, len(text))], list(range(len(conversation.messages))), [])]
@@ -232,19 +252,27 @@ class ChatTemplate:
         turns = [i for i in turns if LEFT_OUT not in messages[i]]
         if not turns:
             raise MaskError("the last assistant turn is one not to learn from")
+        alone: list[MaskedText] = []
+        if unclosed := [i for i in turns if UNCLOSED.match(messages[i]["content"])]:
+            if unclosed != [len(messages) - 1] or messages[-1].get("tool_calls"):
+                raise MaskError(f"message {unclosed[0] + 1}: a thought without an end, and more behind it")
+            alone = [self._unfinished_thought(messages, tools)]
+            if not (turns := turns[:-1]):
+                return alone
+            messages = messages[: turns[-1] + 1]
         clean = self._clean(messages)
         full = self.render(clean, tools)
         places = place_texts(lambda marked: self.render(marked, tools), full, clean)
         spans: list[tuple[int, int]] = []
+        restored: list[MaskedText] = []
         kept: list[int] = []
-        alone: list[MaskedText] = []
         for turn in turns:
             last = turn == len(messages) - 1
             rendered = full if last else self.render(clean[: turn + 1], tools)
             known = places if full.startswith(rendered) else None  # the places in a prefix are those in the whole
             own, base = self._turn(clean[: turn + 1], tools, rendered, known)
-            if "reasoning restored" in own.notes:
-                alone.append(own)
+            if RESTORED in own.notes or HEADLESS in own.notes:
+                restored.append(own)
                 continue
             start, end = own.spans[0]
             found: tuple[int, int] | None
@@ -258,7 +286,7 @@ class ChatTemplate:
                 found = None
             if found is None:
                 if self.settings.rewritten == "unroll":
-                    alone.append(replace(own, notes=[*own.notes, "rewritten turn unrolled"]))
+                    restored.append(replace(own, notes=[*own.notes, "rewritten turn unrolled"]))
                 else:
                     notes = [*notes, "rewritten turn not supervised"]
                 continue
@@ -270,15 +298,29 @@ class ChatTemplate:
             spans.append(self._cut(found, messages[turn], full))
             kept.append(turn)
             notes = [*notes, *own.notes, *([UNFINISHED] if messages[turn].get("finish_reason") == "length" else [])]
-        alone = [self._cut_alone(one, messages[one.turns[0]]) for one in alone]
+        alone = [self._cut_alone(one, messages[one.turns[0]]) for one in restored] + alone
         results = alone
         if spans:
             if self.has_generation_block:
-                self._check_generation_block(clean, tools, full, spans, places)
+                self._compare_generation_blocks(clean, tools, full, spans, places)
             results = [*alone, MaskedText(full, spans, kept, list(dict.fromkeys(notes)))]
         if not results:
             raise MaskError("no assistant turn can be supervised")
         return results
+
+    def _unfinished_thought(self, messages: list[dict[str, Any]], tools: Any) -> MaskedText:
+        """A last turn that was cut inside its thought: the serving prompt and the thought, without an end of turn. A template
+        would close it, or put it behind an empty think block."""
+        prompt = self.prompt(self._clean(messages[:-1]), tools)
+        tag = re.match(rf"\s*({OPEN_TAG})", messages[-1]["content"])
+        if self._reads_reasoning and tag and tag[1] not in str(self.source):
+            raise MaskError(f"message {len(messages)}: the template writes thoughts otherwise than {tag[1]}")
+        if re.search(rf"{CLOSE_TAG}\s*$", prompt):
+            raise MaskError(
+                f"message {len(messages)} begins a thought although the generation prompt closes it; thinking is off"
+            )
+        text = prompt + without_opening(prompt, messages[-1]["content"])
+        return MaskedText(text, [(len(prompt), len(text))], [len(messages) - 1], [UNFINISHED])
 
     def _cut(self, span: tuple[int, int], message: dict[str, Any], text: str) -> tuple[int, int]:
         """An answer that the token limit cut off never generated its end-of-turn token: do not teach it."""
@@ -321,17 +363,23 @@ class ChatTemplate:
         if not rendered.startswith(base):
             rendered, own = self._grafted(turn, base, prompt, rendered, own)
         if missing:
-            restored = restore_reasoning(prompt, rendered, missing[0].value)
-            if restored is None:
+            whole = restore_reasoning(prompt, rendered, missing[0].value)
+            if whole is None:
                 raise MaskError(
                     f"the template leaves out the reasoning of message {turn + 1} even where it is the last; "
                     "prepare with thinking on (--chat-template-kwargs) or leave it out (--reasoning drop)"
                 )
-            rendered, notes, own = restored, ["reasoning restored"], []
+            rendered, notes, own = whole, [RESTORED], []
             first, last = len(prompt), len(rendered)
         else:
             first, last = own[0].start, own[-1].end
-        start = len(prompt)
+        start, header = len(prompt), self._header()
+        if header and not prompt.endswith(header) and rendered.startswith(prompt + header):
+            # Behind a tool's answer serving sends no header (Gemma 4): the target goes on at once, although the rendering shows one.
+            rendered = prompt + rendered[start + len(header) :]
+            own = [Place(one.part, one.start - len(header), one.end - len(header)) for one in own]
+            first, last = first - len(header), last - len(header)
+            notes.append(HEADLESS)
         if not rendered.startswith(prompt):
             # A generation prompt may end in a think tag that the template leaves out again when it shows the turn.
             start = len(base)
@@ -362,8 +410,7 @@ class ChatTemplate:
     def _grafted(self, turn: int, base: str, prompt: str, rendered: str, own: list[Place]) -> tuple[str, list[Place]]:
         """A turn whose rendering shows *earlier* turns otherwise than its prompt did (Kimi-K2.5 drops the reasoning behind a tool call
         once the call is answered): the turn's own part of the rendering, set behind the prompt that serving sent."""
-        usual = self.generation_prompt()
-        header = usual[: tail.start()] if (tail := THINK_TAIL.search(usual)) else usual
+        header = self._header()
         at = rendered.rfind(header, 0, own[0].start) if header else -1
         if at < 0 or not base.endswith(header):
             raise MaskError(
@@ -397,56 +444,12 @@ class ChatTemplate:
             )
         return before_text
 
-    def _check_generation_block(
+    def _compare_generation_blocks(
         self, messages: list[dict[str, Any]], tools: Any, text: str, spans: list[tuple[int, int]], places: list[Place]
     ) -> None:
-        """The template's own `{% generation %}` blocks must lie within our spans (white space and end of turn aside) and hold every text."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            both: Any = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self.settings.chat_template_kwargs},
-            )
-        except (TypeError, ValueError) as error:
-            raise MaskError(f"the template's generation blocks cannot be rendered: {error}") from None
-        rendered, blocks = both
-        if rendered[0] != text:
-            raise MaskError("the template renders otherwise with its generation blocks")
-        supervised = np.zeros(len(text), dtype=bool)
-        for start, end in spans:
-            supervised[start:end] = True
-        inside = np.zeros(len(text), dtype=bool)
-        block: Any
-        for block in blocks[0]:
-            inside[block[0] : block[1]] = True
-        turns_supervised = [
-            place for place in places if supervised[place.start : place.end].all() and place.end > place.start
-        ]
-        for place in turns_supervised:
-            if not inside[place.start : place.end].all():
-                raise MaskError(
-                    f"the template's generation block misses text of message {place.part.turn + 1} that the rendering shows as generated (fault F13)"
-                )
-        if self.settings.supervise != "assistant":
-            return
-        for at in np.flatnonzero(inside & ~supervised):
-            if (
-                not text[at].isspace()
-                and not any(p.start <= at < p.end for p in places)
-                and not self._in_special(text, int(at))
-            ):
-                raise MaskError(
-                    f"the template's generation block covers {text[at : at + 30]!r}, which no turn generates (fault F13)"
-                )
-
-    def _in_special(self, text: str, at: int) -> bool:
-        return any(
-            found.start() <= at < found.end() for found in self._special.finditer(text, max(0, at - 64), at + 64)
-        )
+        kwargs = {**self.tokenizer.special_tokens_map, **self.settings.chat_template_kwargs}
+        inside = block_ranges(str(self.source), text, messages, tools, kwargs)
+        compare_blocks(text, inside, spans, places, self._special, self.settings.supervise == "assistant")
 
     # ------------------------------------------------------------ tokens
 
@@ -487,25 +490,8 @@ class ChatTemplate:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
 
     def given_mask_problem(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> str | None:
-        """What is wrong with a mask that came with its tokens [T], judged by the template's generation prompt; None = nothing seen.
-
-        An answer begins right behind a generation prompt (a think tag may stand between). A run of supervised tokens that covers
-        a generation prompt, or begins one or two tokens away from one, is shifted or covers other turns.
-        """
-        usual = self.generation_prompt()
-        header = self._encode(usual[: tail.start()] if (tail := THINK_TAIL.search(usual)) else usual)
-        if not header or len(header) > len(token_ids):
-            return None
-        windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
-        ends = np.flatnonzero((windows == np.asarray(header)).all(axis=1)) + len(header)
-        for start, end in runs(loss_mask):
-            covered = ends[(ends > start) & (ends - len(header) < end)]
-            if len(covered):
-                return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1}; fault F13)"
-            late = start - int(ends[ends <= start].max(initial=-10))
-            if 0 < late <= 2 and not THINK_ONLY.fullmatch(self._decode(token_ids[start - late : start].tolist())):
-                return f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted (fault F13)?"
-        return None
+        """What is wrong with a mask that came with its tokens [T], judged by the template's generation prompt; None = nothing seen."""
+        return shifted_mask(self._encode(self._header()), self._decode, token_ids, loss_mask)
 
     def samples(self, conversation: Conversation) -> list[MaskedTokens]:
         """All samples of one conversation. Raises MaskError."""

@@ -105,7 +105,7 @@ def place_texts(
     pieces = re.split(f"({nonce}\\d{{4}}Yv)", marked)
     if not text.startswith(pieces[0]) or (len(pieces) == 1 and text != marked):
         raise MaskError(
-            "the template renders the conversation otherwise when a text changes; its spans cannot be placed (fault F13)"
+            "the template renders the conversation otherwise when a text changes; its spans cannot be placed"
         )
     places: list[Place] = []
     at = len(pieces[0])
@@ -120,7 +120,7 @@ def place_texts(
         else:
             raise MaskError(
                 f"the template alters the text of message {part.turn + 1}: "
-                f"substitution and rendering differ near {text[at : at + 40]!r} (fault F13)"
+                f"substitution and rendering differ near {text[at : at + 40]!r}"
             )
         if all(place.part is not part for place in places):
             places.append(Place(part, at, end))
@@ -136,9 +136,9 @@ def agree(text: str, span: tuple[int, int], turn: int, places: list[Place]) -> N
         if place.part.turn == turn and not inside:
             raise MaskError(
                 f"message {turn + 1}: two derivations of its tokens differ: continuation gives {text[slice(*span)][:60]!r}, "
-                f"substitution places {text[place.start : place.end][:60]!r} elsewhere (fault F13)"
+                f"substitution places {text[place.start : place.end][:60]!r} elsewhere"
             )
         if place.part.turn != turn and touches and place.end > place.start:
             raise MaskError(
-                f"message {turn + 1}: its span by continuation also covers text of message {place.part.turn + 1} (fault F13)"
+                f"message {turn + 1}: its span by continuation also covers text of message {place.part.turn + 1}"
             )

@@ -11,6 +11,9 @@ CLOSE_TAG = r"(?:</[\w:|]*think(?:ing)?[\w:|]*>|◁/think▷|\[/THINK\]|<channel
 #: Other names for `reasoning_content` that templates read.
 REASONING_NAMES = ("thinking", "reasoning")
 INLINE_THINK = re.compile(rf"(\s*{OPEN_TAG})(.*?)({CLOSE_TAG})(.*)", re.DOTALL)
+#: A thought in any form that ends: `<think>...</think>answer`, or `...</think>answer` where the prompt opened the block.
+THOUGHT = re.compile(rf"\s*(?:{OPEN_TAG})?(.*?){CLOSE_TAG}(.*)", re.DOTALL)
+UNCLOSED = re.compile(rf"\s*{OPEN_TAG}(?!.*{CLOSE_TAG})", re.DOTALL)
 EMPTY_THINK = re.compile(rf"\s*(?:{OPEN_TAG})?\s*{CLOSE_TAG}")
 THINK_TAIL = re.compile(rf"(?:{OPEN_TAG}\s*(?:{CLOSE_TAG}\s*)?|{CLOSE_TAG}\s*)$")
 THINK_ONLY = re.compile(rf"(?:\s|{OPEN_TAG}|{CLOSE_TAG})*")
@@ -22,10 +25,29 @@ def without_reasoning(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     result = []
     for message in messages:
         one = {key: value for key, value in message.items() if key not in ("reasoning_content", *REASONING_NAMES)}
-        if message["role"] == "assistant" and (inline := INLINE_THINK.fullmatch(message.get("content") or "")):
-            one["content"] = inline[4].lstrip()
+        if message["role"] == "assistant" and (thought := THOUGHT.fullmatch(message.get("content") or "")):
+            one["content"] = thought[2].lstrip()
         result.append(one)
     return result
+
+
+def thought_apart(message: dict[str, Any], bare: bool) -> dict[str, Any]:
+    """An assistant's message whose text holds a thought, with the thought in `reasoning_content`: a template that reads this
+    field would show the text's own tags behind an empty think block. `bare`: without the line breaks around both, which the template sets.
+    """
+    found = THOUGHT.fullmatch(message.get("content") or "") if message["role"] == "assistant" else None
+    if found is None or message.get("reasoning_content"):
+        return message
+    thought, answer = (found[1].strip("\n"), found[2].lstrip("\n")) if bare else (found[1], found[2])
+    return {**message, "content": answer} | ({"reasoning_content": thought} if thought.strip() else {})
+
+
+def without_opening(prompt: str, thought: str) -> str:
+    """A thought that was cut before its end, as it is generated behind `prompt`: without its tag where the prompt opens the block."""
+    if opened := OPEN_AT_END.search(prompt):
+        thought = re.sub(rf"^\s*{OPEN_TAG}", "", thought)
+        return thought.lstrip("\n") if opened.group().endswith("\n") else thought
+    return thought.lstrip()
 
 
 def restore_reasoning(prompt: str, rendered: str, reasoning: str) -> str | None:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eyas.base.masks import runs
 from eyas.data.placement import MaskError
+from eyas.data.think_blocks import THINK_ONLY
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,25 @@ def _encode_behind(
     raise MaskError(
         "a token joins the prompt and the answer, and the tokenizer cannot split them; the mask cannot be placed"
     )
+
+
+def shifted_mask(
+    header: list[int], decode: Callable[[list[int]], str], token_ids: np.ndarray, loss_mask: np.ndarray
+) -> str | None:
+    """What is wrong with a mask [T] that came with its tokens [T]; None = nothing seen.
+
+    An answer begins right behind the `header` of its turn (a think tag may stand between). A run of supervised tokens that covers a
+    header, or begins one or two tokens behind one, is shifted or covers other turns.
+    """
+    if not header or len(header) > len(token_ids):
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids, len(header))
+    ends = np.flatnonzero((windows == np.asarray(header)).all(axis=1)) + len(header)
+    for start, end in runs(loss_mask):
+        covered = ends[(ends > start) & (ends - len(header) < end)]
+        if len(covered):
+            return f"loss_mask covers the generation prompt that ends at token {int(covered[0])} (supervised: {start} to {end - 1})"
+        late = start - int(ends[ends <= start].max(initial=-10))
+        if 0 < late <= 2 and not THINK_ONLY.fullmatch(decode(token_ids[start - late : start].tolist())):
+            return f"loss_mask begins {late} token(s) behind the generation prompt (at token {start}): is it shifted?"
+    return None
