@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from eyas_process import write_token_rows
 from tiny_models import make_tiny_model
-from training_work import work  # noqa: F401  a fixture
+from training_work import evaluated_draft, work  # noqa: F401  fixtures
 from vllm_models import make_kimi, make_model
 
 # Runs that the tests start are not the user's.

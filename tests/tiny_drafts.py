@@ -1,5 +1,7 @@
 """Tiny random drafts and samples, packed; a draft's loss and gradients against the slow reference."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from reference_draft import sample_losses
@@ -96,3 +98,22 @@ def reference_loss(draft, samples, steps, loss, weights, rotate=None):
     total = sum(w_k * s / n for w_k, s, n in zip(weights, sums, counts, strict=True))
     total.backward()
     return total.detach(), {k: v.grad for k, v in w.items() if v.grad is not None}
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 8192},
+    "yarn": YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 4096},
+    "yarn as DeepSeek and Kimi have it": YARN
+    | {"rope_theta": 5e4, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn, unequal mscales": YARN
+    | {"rope_theta": 5e4, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
+    "yarn as gpt-oss has it": YARN | {"rope_theta": 1.5e5, "original_max_position_embeddings": 4096, "truncate": False},
+}
+
+
+def config_with(rope, **changes):
+    return dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=163840, **changes)

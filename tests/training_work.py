@@ -10,6 +10,7 @@ from eyas.data.dataset import DatasetWriter, Sample
 from eyas.drafts.files import load_draft
 from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
+from eyas.training.trainer import train
 
 VOCAB, WIDTH = 96, 32
 
@@ -94,3 +95,15 @@ def curve(folder):
 
 def weights(folder):
     return load_draft(folder)[0].state_dict()
+
+
+@pytest.fixture(scope="module")
+def evaluated_draft(work):
+    """A draft of a target that has a tokenizer."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w3").save_pretrained(work / "target")
+    train(**options(work, "eval-draft", steps=40, eval_every=40))
+    return work / "eval-draft"

@@ -1,11 +1,10 @@
 """The draft's rope of every kind: transformers' own tables, a whole draft, training against serving, and what engines read."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
-from tiny_drafts import CONFIG, gradients_equal_the_reference, packed, random_draft, random_samples
+from tiny_drafts import ROPES, config_with, gradients_equal_the_reference, packed, random_draft, random_samples
 from tiny_models import make_tiny_wrapper
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -18,19 +17,6 @@ from eyas.exporting.folders import engine_config, speculators_config
 from eyas.exporting.foreign import same_rope
 from eyas.target.model_files import describe_model
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 40.0, "beta_fast": 32, "beta_slow": 1}
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 1e4},
-    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    "llama3": LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 8192},
-    "yarn": YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 4096},
-    "yarn as DeepSeek and Kimi have it": YARN
-    | {"rope_theta": 5e4, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "yarn, unequal mscales": YARN
-    | {"rope_theta": 5e4, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
-    "yarn as gpt-oss has it": YARN | {"rope_theta": 1.5e5, "original_max_position_embeddings": 4096, "truncate": False},
-}
 #: The same kinds with so few trained positions that a handful of tokens feels them.
 SHORT = {
     name: rope
@@ -42,10 +28,6 @@ SHORT = {
 
 def test_every_kind_is_among_them():
     assert {rope["rope_type"] for rope in ROPES.values()} == set(ROPE_KINDS)
-
-
-def config_with(rope, **changes):
-    return dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=163840, **changes)
 
 
 def rotary_of(fields):

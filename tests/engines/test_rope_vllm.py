@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_draft_rope import ROPES, config_with
+from tiny_drafts import ROPES, config_with
 from transformers import LlamaConfig
 
 from eyas.drafts.eagle3.model import Draft

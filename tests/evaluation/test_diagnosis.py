@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from damage import rewrite
 from training_work import VOCAB, make_target
 
 from eyas.data.dataset import DatasetWriter, Sample
 from eyas.evaluation.decode import Target
 from eyas.evaluation.diagnosis import Comparison, Finding, check_mask, comparable, diagnose, verdict, why_incomparable
 from eyas.extraction.extract import extract
-from eyas.store.checksums import checksum_metadata
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import final_norm, load_target_parts
@@ -54,16 +52,6 @@ def look(root, store):
     info = describe_model(root / "target")
     findings = diagnose(open_states(store), Target(model, range(7)), load_target_parts(info), [END])
     return {f.name: f for f in findings}
-
-
-def rewrite(store, change):
-    """Change tensors of a finished store's shards as a wrong writer would have written them: with the checksums of what it wrote."""
-    for path in store.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={**metadata, **checksum_metadata(tensors)})
 
 
 def test_a_good_store_passes_every_check(root):

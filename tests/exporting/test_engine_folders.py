@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_layers import sglang_captures
+from sglang_rules import sglang_captures
 from torch.nn import functional as F
 from training_work import VOCAB, make_target
 

@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from damage import flip
-from test_diagnosis import rewrite
+from damage import flip, rewrite
 from training_work import VOCAB, make_target, options
 
 from eyas.base.errors import StoreError

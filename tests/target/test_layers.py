@@ -1,4 +1,5 @@
 import pytest
+from sglang_rules import sglang_captures
 
 from eyas.base.errors import InputError
 from eyas.target.layers import default_aux_layers, describe_layer, from_sglang, resolve_layer_ids, to_sglang
@@ -51,17 +52,6 @@ def test_too_shallow_for_the_default():
 
 def test_names():
     assert [describe_layer(i, 4) for i in (0, 2, 4)] == ["0 (embeddings)", "2", "4 (final)"]
-
-
-def sglang_captures(named, architecture, num_layers):
-    """The layers that SGLang 0.5.23 marks for these ids, by the rules of its model classes, in the order in which it hands them over."""
-    if architecture.startswith(("Deepseek", "KimiK25", "Glm4MoeLite")):
-        marked = [j + 1 for j in named] if named[0] == 1 else list(named)
-    elif architecture == "GptOssForCausalLM":
-        marked = list(named) if max(named) == num_layers else [j + 1 for j in named]
-    else:
-        marked = [j + 1 for j in named]
-    return [i for i in range(num_layers) if i in marked]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import time
 
 import pytest
 from eyas_process import in_terminal, run_eyas
-from test_acceptance import draft  # noqa: F401  the fixture that trains one
 
 from eyas.engines.contract import HOST_COPY, MODEL_OUTPUT, SHARD, SPLIT, Hop, hop_table
 from eyas.runs import run as runs
@@ -17,9 +16,19 @@ def state(tmp_path, monkeypatch):
     monkeypatch.setenv("EYAS_STATE_DIR", str(tmp_path / "state"))
 
 
-def test_eval(work, draft, state, tmp_path):  # noqa: F811
+def test_eval(work, evaluated_draft, state, tmp_path):
     sets = [f"word_problems_heldout={work / 'data'}", f"conversations={work / 'data'}"]
-    flags = ["eval", "--draft", draft, "--model-path", work / "target", "--limit", "2", "--max-new-tokens", "16"]
+    flags = [
+        "eval",
+        "--draft",
+        evaluated_draft,
+        "--model-path",
+        work / "target",
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "16",
+    ]
     flags += ["--output-dir", tmp_path / "out", "--no-diagnose", "--prompts", *sets]
     lines = in_terminal(*flags)
     assert max(map(len, lines)) <= 80
