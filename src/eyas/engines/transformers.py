@@ -99,7 +99,7 @@ class Capture:
             self.sink = None
         if sorted(self._taken) != sorted(self.layer_ids):
             raise ContractError(
-                f"one forward pass gave states of layers {sorted(self._taken)}, {sorted(self.layer_ids)} were asked for (fault F8)",
+                f"one forward pass gave states of layers {sorted(self._taken)}, {sorted(self.layer_ids)} were asked for",
                 "hooks of a compiled or wrapped model may not fire: load it plainly",
             )
         return result

@@ -342,7 +342,7 @@ def engine_arguments(
         "enable_prefix_caching": False,
         "enable_chunked_prefill": True,
         "worker_cls": settings.worker_cls,
-        # Part of vLLM's hash of its configuration, and so of its compile cache: other layers, another compiled model (fault F20).
+        # Part of vLLM's hash of its configuration, and so of its compile cache: other layers, another compiled model.
         "additional_config": {"eyas": {"layer_ids": sorted(layer_ids), "capture": settings.capture}},
         "disable_log_stats": True,
         "seed": 0,
