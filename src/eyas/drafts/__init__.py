@@ -1,0 +1,1 @@
+"""Draft models: their shape, arithmetic, first weights and files; `eagle3` is one kind."""

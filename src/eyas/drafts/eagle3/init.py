@@ -135,7 +135,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, dataset_hash: str) -> Draft
     stays what was asked).
 
     Raises:
-        InputError: nothing is supervised at all (F13).
+        InputError: nothing is supervised at all.
     """
     if counts.sum() == 0:
         raise InputError(
