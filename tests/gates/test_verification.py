@@ -121,13 +121,13 @@ def test_wrong_content_with_right_checksums(store, change, says):
         # F5, F6, F7 and F2 in a store that is perfect in form: only the model can tell.
         (
             lambda t: t.update({"hidden.2": t["hidden.3"].clone(), "hidden.3": t["hidden.2"].clone()}),
-            "layer 2 is nearest to the reference's layer 3",
+            "layer 2: it is nearest to the reference's layer 3",
         ),
         (
             lambda t: t["hidden.4"].div_(t["hidden.4"].pow(2).mean(-1, keepdim=True).sqrt()),
             r"layer 4 \(final\) differs",
         ),
-        (lambda t: t["hidden.3"].copy_(t["hidden.3"].roll(1, 0)), "layer 3 differs from an independent forward pass"),
+        (lambda t: t["hidden.3"].copy_(t["hidden.3"].roll(1, 0)), "layer 3: each row is that of its neighbour"),
     ],
 )
 def test_wrong_states_in_perfect_form(store, change, says):

@@ -1,8 +1,9 @@
 """`eyas verify`: is a store what its manifest says, and are its states the target's?
 
-Structure first (headers, offsets, ids, checksums, finite, no zero row, no two layers equal, nothing missing), over every byte;
-then, with the model at hand, a random few samples recomputed by an independent forward pass. A store that passes is marked so in
-its manifest, with the time; `eyas train` asks for that mark.
+Structure first (headers, offsets, ids, checksums, finite, no zero row, no two layers equal, nothing missing), over every byte; for that no
+model is needed. Then, where the target is here and fits, a random few samples recomputed by an independent forward pass; where it does
+not, the report says why, and the store has passed all the same. What was and was not proven stands in the manifest's mark (`mark.py`),
+for which `eyas train` asks.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from eyas.base.errors import DiskFullError, EyasError, InputError, StoreError
+from eyas.base.errors import DiskFullError, EngineError, EyasError, InputError, PreflightError, StoreError
 from eyas.base.locks import manifest_lock
 from eyas.base.manifest import differing_fields, now, read_manifest
 from eyas.data.dataset import Sample, sample_id
+from eyas.gates.preflight import refuse_failures
 from eyas.store.checksums import checksums_of
 from eyas.store.format import (
     FORMAT_VERSION,
@@ -48,6 +50,7 @@ SCAN_ROWS = 8192
 class VerifyReport:
     """What was checked and found. `problems` is empty for a good store; `recomputed` is the parity report, or None.
 
+    `whole`: every byte, checksum, count and norm is as it must be. `recompute_note`: what was recomputed, or why nothing was.
     `mark_note`: why the manifest could not be marked, empty if it was.
     """
 
@@ -57,6 +60,7 @@ class VerifyReport:
     tokens: int = 0
     bytes: int = 0
     not_written: int = 0
+    whole: bool = False
     norms: dict[int, dict[str, float]] = field(default_factory=dict)
     recomputed: dict[str, Any] | None = None
     recompute_note: str = ""
@@ -123,8 +127,11 @@ def verify(
         i: {"mean": s / max(report.tokens, 1), "min": low, "max": high} for i, (s, low, high) in sums.items()
     }
     _check_totals(folder, manifest, report)
-    if not report.problems and recompute:
+    report.whole = not report.problems
+    if recompute and report.whole:
         _recompute(report, manifest, info, recompute, seed, device, trust_remote_code)
+    elif not recompute:
+        report.recompute_note = "not recomputed: --recompute 0"
     _mark(folder, manifest, report)
     return report
 
@@ -221,8 +228,12 @@ def _check_totals(folder: Path, manifest: dict[str, Any], report: VerifyReport) 
         report.problems.append(
             f"the manifest counts {totals.get('samples')} samples and {totals.get('tokens')} tokens, the shards hold {report.samples} and {report.tokens}"
         )
-    if manifest.get("parity") is None:
+    if not _parity_passed(manifest):
         report.problems.append("the manifest has no parity result: the states were never compared with the model's own")
+
+
+def _parity_passed(manifest: dict[str, Any]) -> bool:
+    return isinstance(manifest.get("parity"), dict) and manifest["parity"].get("passed") is True
 
 
 def _model_differs(manifest: dict[str, Any], info: ModelInfo) -> list[str]:
@@ -241,12 +252,12 @@ def _recompute(
     device: str,
     trust_remote_code: bool,
 ) -> None:
-    """Recompute a random few samples with transformers; a failure becomes a problem, a missing model a note.
+    """Recompute a random few samples with transformers; states that differ become a problem, a target that is not here or does not fit a note.
 
     info: the target, None for the one that the manifest names.
     """
     from eyas.engines.transformers import TransformersEngine, TransformersSettings
-    from eyas.gates.evidence import judge_parity
+    from eyas.gates.reference import judge_against_reference
 
     if info is None:
         name = manifest["model"]["id"]
@@ -272,15 +283,21 @@ def _recompute(
             chosen.append(int(i))
     engine = TransformersEngine(info, TransformersSettings(manifest["dtype"], device, None, trust_remote_code))
     try:
+        refuse_failures(engine.preflight())
         engine.load(manifest["layer_ids"])
+    except (EngineError, PreflightError) as error:  # no fault of the store
+        report.recompute_note = f"not recomputed: {error.what.splitlines()[-1].strip()}"
+        engine.close()
+        return
+    try:
         samples, stored = [], []
         for i in chosen:
             one = states[i]
             samples.append(Sample(one.token_ids.numpy(), one.loss_mask.numpy(), one.id))
             stored.append(one.hidden)
         # fp8 keeps three mantissa bits: its rounding, measured when written, comes on top.
-        report.recomputed = judge_parity(
-            engine, samples, stored, extra_tolerance=0.05 if manifest["store_dtype"] == "fp8" else 0.0
+        report.recomputed = judge_against_reference(
+            engine, samples, stored, extra_limit=0.05 if manifest["store_dtype"] == "fp8" else 0.0
         )
         report.recompute_note = f"{len(samples)} random samples recomputed (seed {seed})"
     except EyasError as error:
@@ -322,7 +339,10 @@ def _write_mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) ->
         "passed": not report.problems,
         "time": now(),
         "samples": report.samples,
+        "bytes": report.whole,
+        "parity": _parity_passed(manifest),
         "recomputed": report.recomputed,
+        "note": report.recompute_note,
         "problems": report.problems[:20],
     }
     write_store_manifest(folder, spec, manifest["status"], **rest)

@@ -15,8 +15,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -284,31 +284,18 @@ class VllmEngine:
                 engine.step()
             raise
 
-    def prompt_logprobs(self, samples: Sequence[Sample]) -> dict[str, list[tuple[int, float]]]:
-        """The engine's own most likely next token and its log-probability after each token, by sample id: T entries."""
-        from vllm import SamplingParams
+    @contextmanager
+    def witnessed(self, folder: Path, positions: Mapping[str, Sequence[int]]) -> Iterator[list[dict[str, Any]]]:
+        """While active, hooks look at the passes that are captured (see `witness.Witness`); afterwards the list holds each rank's answer.
 
-        engine, answers = self._llm.llm_engine, {}
-        for sample in samples:
-            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=1, logprobs=1)
-            engine.add_request(sample.id, {"prompt_token_ids": sample.token_ids.tolist()}, params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    # Entry i of the prompt tells how token i was predicted; the generated token is what follows the last.
-                    entries = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
-                    ranked = [min(entry.items(), key=lambda item: item[1].rank) for entry in entries]
-                    answers[output.request_id] = [(token, found.logprob) for token, found in ranked]
-        return answers
-
-    def rebuilt_logprobs(
-        self, folder: str, samples: Sequence[Sample], top: int = 8, *, normed: bool = False
-    ) -> dict[str, list[tuple[list[int], list[float]]]]:
-        """Stored final state -> the engine's final norm (left out if `normed`) -> its head: per position the `top` best tokens and
-        their log-probabilities."""
-        answers = self._rpc("eyas_logits", folder, [s.id for s in samples], top, normed)
-        best = next(answer for answer in answers if answer)
-        return {one["id"]: list(zip(one["top"], one["logprobs"], strict=True)) for one in best}
+        folder: on every rank's host. positions: sample id -> positions whose logits are kept, ascending.
+        """
+        answers: list[dict[str, Any]] = []
+        self._rpc("eyas_witness", {"folder": str(folder), "positions": {k: list(v) for k, v in positions.items()}})
+        try:
+            yield answers
+        finally:
+            answers += self._rpc("eyas_witness", None)
 
     def prefill(self, samples: Sequence[Sample]) -> float:
         """Seconds of plain prefill of these samples, nothing captured: the yardstick of the benchmarks."""

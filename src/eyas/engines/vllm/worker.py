@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from eyas.base.errors import ContractError, EyasError, InputError
 from eyas.engines.vllm import dummy  # noqa: F401 - registers its load format with vLLM
 from eyas.engines.vllm.capture import Capture, Step
 from eyas.engines.vllm.stop import end_without_collecting
+from eyas.engines.vllm.witness import Witness, stream_hooks
 from eyas.runs.logs import attach_process
 from eyas.store.format import StoreSpec
 from eyas.store.writer import ShardWriter
@@ -79,6 +79,7 @@ class CaptureWorker(PlatformWorker):
     _capture: Capture | None = None
     _capture_error: EyasError | None = None
     _fault_file: Path | None = None
+    _witness: Witness | None = None
     _hooked: list[list[torch.Tensor]] | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -175,10 +176,18 @@ class CaptureWorker(PlatformWorker):
         if self._hooked is not None:
             for states in self._hooked:
                 states.clear()
+        if self._witness is not None:
+            self._witness.begin_step()
         output = super().execute_model(*arguments, **keywords)
-        if self._capture is None:
+        if self._capture is None and self._witness is None:
             return output
         scheduled = arguments[0] if arguments else keywords["scheduler_output"]
+        if self._witness is not None and scheduled.total_num_scheduled_tokens > 0:
+            requests, counts, _, state = self._batch(scheduled)
+            hidden = getattr(state, "hidden_states", None)
+            self._witness.step(scheduled.scheduled_new_reqs, requests, counts, _computed(scheduled), hidden)
+        if self._capture is None:
+            return output
         try:
             self._capture_step(self._capture, scheduled, output)
         except EyasError as error:
@@ -189,38 +198,35 @@ class CaptureWorker(PlatformWorker):
         return output
 
     def _capture_step(self, capture: Capture, scheduled: Any, output: Any) -> None:
-        computed = {}
         for new in scheduled.scheduled_new_reqs:
             extra = new.sampling_params.extra_args if new.sampling_params is not None else None
             capture.begin(new.req_id, new.prompt_token_ids, (extra or {}).get("eyas"))
-            computed[new.req_id] = new.num_computed_tokens
-        cached = scheduled.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         if scheduled.total_num_scheduled_tokens > 0:
             if output is not None:
                 raise ContractError(
                     f"execute_model answered with {type(output).__name__} where this vLLM was known to keep its state for sampling",
                     "this version of vLLM is not supported; `docs/engines.md` lists which are",
                 )
-            step = self._step(scheduled, computed)
+            step = self._step(scheduled, _computed(scheduled))
             capture.step(step)
         capture.finish(list(scheduled.finished_req_ids))
 
     def _step(self, scheduled: Any, computed: dict[str, int]) -> Step:
-        """Read the step out of whichever model runner this is."""
+        requests, counts, input_ids, state = self._batch(scheduled)
+        rows = sum(counts)
+        return Step(requests, counts, computed, self._states(state, input_ids, rows), input_ids[:rows])
+
+    def _batch(self, scheduled: Any) -> tuple[list[str], list[int], torch.Tensor, Any]:
+        """Requests and rows of the step that was run, its input ids and its results, out of whichever model runner this is."""
         runner = self.model_runner
         state = runner.execute_model_state
         if hasattr(state, "input_batch"):  # V2
-            batch = state.input_batch
-            requests, input_ids = list(batch.req_ids), batch.input_ids
-            counts = [int(n) for n in batch.num_scheduled_tokens[: len(requests)]]
-        else:  # V1
-            requests = list(runner.input_batch.req_ids)
-            counts = [scheduled.num_scheduled_tokens[r] for r in requests]
-            ids = runner.input_ids
-            input_ids = ids.gpu if hasattr(ids, "gpu") else ids
-        rows = sum(counts)
-        return Step(requests, counts, computed, self._states(state, input_ids, rows), input_ids[:rows])
+            requests = list(state.input_batch.req_ids)
+            counts = [int(n) for n in state.input_batch.num_scheduled_tokens[: len(requests)]]
+            return requests, counts, state.input_batch.input_ids, state
+        requests = list(runner.input_batch.req_ids)  # V1
+        ids = runner.input_ids
+        return requests, [scheduled.num_scheduled_tokens[r] for r in requests], getattr(ids, "gpu", ids), state
 
     def _states(self, state: Any, input_ids: torch.Tensor, rows: int) -> Any:
         if self._hooked is not None:
@@ -258,37 +264,12 @@ class CaptureWorker(PlatformWorker):
     def _install_hooks(self) -> None:
         """Catch `hidden + residual` at decoder layers of a model without the interface. Needs eager mode: compiled layers call no hooks."""
         decoder = self._path[-1][1]
-        layers = decoder_layers(decoder)
         self._hooked = [[] for _ in self._layer_ids]
+        stream_hooks(decoder, decoder_layers(decoder), self._layer_ids, self._catch)
 
-        def entering(position: int) -> Any:
-            def hook(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-                hidden = keywords.get("hidden_states", next((a for a in arguments if _is_states(a)), None))
-                residual = keywords.get("residual")
-                if residual is None:
-                    states = [a for a in arguments if _is_states(a)]
-                    residual = states[1] if hidden is states[0] and len(states) > 1 else None
-                self._catch(position, hidden, residual)
-
-            return hook
-
-        def leaving(position: int) -> Any:
-            def hook(module: torch.nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
-                pair = output if isinstance(output, (tuple, list)) else (output, None)
-                self._catch(position, pair[0], pair[1] if len(pair) > 1 and _is_states(pair[1]) else None)
-
-            return hook
-
-        for position, layer_id in enumerate(self._layer_ids):
-            if layer_id < len(layers):
-                layers[layer_id].register_forward_pre_hook(entering(position), with_kwargs=True)
-            else:
-                layers[layer_id - 1].register_forward_hook(leaving(position), with_kwargs=True)
-
-    def _catch(self, position: int, hidden: Any, residual: Any) -> None:
+    def _catch(self, layer: int, stream: torch.Tensor) -> None:
         if self._capture is not None and self._hooked is not None:
-            whole = hidden if residual is None or type_returns_stream(self._path[-1][1]) else hidden + residual
-            self._hooked[position].append(whole.clone() if whole is hidden else whole)
+            self._hooked[self._layer_ids.index(layer)].append(stream.clone())
 
     # -- RPC
 
@@ -365,36 +346,29 @@ class CaptureWorker(PlatformWorker):
         except EyasError as error:
             return _as_record(error)
 
-    def eyas_logits(
-        self, folder: str, sample_ids: Sequence[str], top: int, normed: bool = False
-    ) -> list[dict[str, Any]]:
-        """The stored final states of some samples -> this model's own final norm and head: for each, top ids and log-probabilities.
+    def eyas_witness(self, settings: dict[str, Any] | None) -> dict[str, Any]:
+        """Let a `Witness` look at the next passes (`settings`: `folder`, `positions`), or, with None, end it. Returns what its `close` does."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        `normed`: the states are taken for normed already (to find out whether they are).
-
-        Called on all ranks together (the head is split over them). [] where this rank holds no logits.
-        """
-        from vllm.distributed.parallel_state import get_pp_group
-
-        from eyas.store.reader import open_states
-
-        if not get_pp_group().is_last_rank:
-            return []
-        states = open_states(folder)
-        model, (_, decoder) = self.model_runner.get_model(), self._path[-1]
-        final = len(decoder_layers(decoder))
-        norm = next(getattr(decoder, name) for name in ("norm", "ln_f", "final_layernorm") if hasattr(decoder, name))
-        answers = []
-        for one in sample_ids:
-            hidden = states[states.index_of(one)].hidden[final].to(self.device, self.model_config.dtype)
-            with torch.inference_mode():
-                last = hidden if normed else norm(hidden)
-                logits = model.compute_logits(last[0] if isinstance(last, tuple) else last)
-            if logits is not None:
-                logprobs = logits.float().log_softmax(-1)
-                best = logprobs.topk(top, dim=-1)
-                answers.append({"id": one, "top": best.indices.tolist(), "logprobs": best.values.tolist()})
-        return answers
+        if settings is None:
+            witness, self._witness = self._witness, None
+            return {} if witness is None else {"ids": witness.ids, **witness.close()}
+        decoder, layers = self._path[-1][1], decoder_layers(self._path[-1][1])
+        first, end = getattr(decoder, "start_layer", 0), getattr(decoder, "end_layer", len(layers))
+        near = {j for i in self._layer_ids for j in (i - 1, i, i + 1)}
+        tp = get_tp_group()
+        self._witness = Witness(
+            self.model_runner.get_model(),
+            decoder,
+            layers,
+            ids=sorted(i for i in near if first <= i < end or i == end == len(layers)),
+            positions=settings["positions"],
+            file=Path(settings["folder"]) / f"witness-r{self.rank:03d}.safetensors",
+            owner=tp.rank_in_group,
+            owners=tp.world_size,
+            logits=get_pp_group().is_last_rank,
+        )
+        return {}
 
     def shutdown(self) -> None:
         """Also on a signal: finish the open shard, so that a stopped run loses nothing that was complete."""
@@ -405,17 +379,12 @@ class CaptureWorker(PlatformWorker):
         super().shutdown()
 
 
-def _is_states(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
-
-
 def _as_record(error: EyasError) -> dict[str, Any]:
     return {"error": {"class": type(error).__name__, "what": error.what, "remedy": error.remedy}}
 
 
-#: Decoders that return a pair whose first item already is the residual stream: adding the second would count it twice.
-RETURNS_STREAM = {"CohereModel", "StableLMEpochModel", "GraniteMoeHybridModel", "Exaone4Model"}
-
-
-def type_returns_stream(decoder: torch.nn.Module) -> bool:
-    return type(decoder).__name__ in RETURNS_STREAM
+def _computed(scheduled: Any) -> dict[str, int]:
+    """Request -> how many of its tokens were computed before this step."""
+    cached = scheduled.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return before | {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
