@@ -65,9 +65,10 @@ SAYS = {
     8: "were asked for|layer is missing",
     9: "not finite",
     10: "cut short or damaged|half-written",
-    11: "in two shards",
+    11: "in two shards|stands in .* too",
     12: "of another run",
-    16: "no states came|without computing all its tokens",
+    13: "loss_mask (covers|begins)|no assistant token",
+    16: "some are lost|no states came|without computing all its tokens",
     20: "compiled model of a run without capture",
 }
 
@@ -342,7 +343,7 @@ def test_f7_transformers_or_the_wrong_kind_of_norm(
 ) -> None:
     parts = replace(load_target_parts(engine.info), norm_kind="rms_1p")
     monkeypatch.setattr(reference, "load_target_parts", lambda _info: parts)
-    with pytest.raises(ParityError, match=r"rms_1p norm .*another kind of norm, or hidden without its residual"):
+    with pytest.raises(ParityError, match=r"(?s)rms_1p norm .*another kind of norm, or hidden without its residual"):
         check_parity(engine, samples)
 
 
@@ -601,7 +602,7 @@ def test_f13_a_template_that_alters_the_text_makes_no_dataset(chat_model: str, t
     """More such templates in test_masks.py."""
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     shouting = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}")
-    with pytest.raises(InputError, match=r"(?s)not one of 1 rows.*F13\b"):
+    with pytest.raises(InputError, match=r"(?s)not one of 1 rows"):
         prepare(tmp_path / "chat.jsonl", chat_model, tmp_path / "out", chat_template=shouting)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -618,7 +619,7 @@ def test_f14_truncated_answers_are_counted_marked_and_told(chat_model: str, tmp_
     flags = ["--data", tmp_path / "long.jsonl", "--model-path", chat_model, "--output-dir", tmp_path / "out"]
     done = run_eyas("prepare", *flags, "--max-seq-len", "64")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"cut by the limit\W+7\W.*F14\b", done.stdout + done.stderr)
+    assert re.search(r"cut by the limit\W+7\W", done.stdout + done.stderr)
     counts = json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]
     assert (counts["truncated"], counts["answers_cut"]) == (7, 7)
     table = pq.read_table(tmp_path / "out" / "data-00000.parquet").to_pylist()
@@ -656,7 +657,7 @@ def test_f15_a_draft_folder_with_the_vocabulary_of_other_data(
     options |= {"held_out": 0.2, "trackers": (), "batch_tokens": 100}
     eyas.train(states=store(1), **options)
     (tmp_path / "draft" / "settings.json").unlink()  # which would refuse it first
-    with pytest.raises(FolderConflictError, match=r"(?s)vocabulary of other data.*F15\b"):
+    with pytest.raises(FolderConflictError, match=r"(?s)vocabulary of other data"):
         eyas.train(states=store(2), **options)
 
 
@@ -717,7 +718,7 @@ def test_f16_a_sample_in_no_shard_and_not_in_the_ledger(again: dict[str, Any]) -
 def test_f17_equal_layer_ids_are_refused_before_any_load(
     made: dict[str, Any], tmp_path: Path, engine: str, ids: list[Any]
 ) -> None:
-    with pytest.raises(InputError, match=r"is given twice.*F17\b"):
+    with pytest.raises(InputError, match=r"is given twice"):
         eyas.extract(**{**made, "engine": engine, "layer_ids": ids, "output_dir": str(tmp_path / "s")})
     assert not (tmp_path / "s").exists()
 

@@ -144,7 +144,7 @@ def _check_shard(
     lines = differences_from_manifest(header, manifest)
     if lines:
         raise StoreError(
-            f"{path} does not belong to this store (fault F12):\n  " + "\n  ".join(lines), "take this shard out"
+            f"{path} does not belong to this store:\n  " + "\n  ".join(lines), "take this shard out"
         )
     file = open_shard(path)
     for name, want in header.checksums.items():
@@ -164,7 +164,7 @@ def _check_shard(
         rows = slice(int(header.offsets[j]), int(header.offsets[j + 1]))
         if one in seen:
             raise StoreError(
-                f"{path}: sample {one} stands in {seen[one]} too (fault F11)", "take one of the two shards out"
+                f"{path}: sample {one} stands in {seen[one]} too", "take one of the two shards out"
             )
         seen[one] = path.name
         if sample_id(token_ids[rows], loss_mask[rows]) != one:
@@ -196,7 +196,7 @@ def _scan_rows(path: Path, file: Any, header: ShardHeader, layer: int, sums: lis
         if bad.any():
             row = start + int(bad.nonzero()[0])
             at = int(np.searchsorted(header.offsets, row, side="right")) - 1
-            what = "all zero (fault F4)" if float(norms[row - start]) == 0 else "not finite (fault F9)"
+            what = "all zero" if float(norms[row - start]) == 0 else "not finite"
             raise StoreError(
                 f"{path}: layer {layer}, sample {header.sample_ids[at]}, position {row - int(header.offsets[at])}: the state is {what}",
                 "delete this one file and run the same `eyas extract` again",
@@ -216,12 +216,12 @@ def _check_totals(folder: Path, manifest: dict[str, Any], report: VerifyReport) 
         )
         report.problems.append(str(error))
     for name in sorted(there - named):
-        report.problems.append(f"{folder / name} is not in the manifest: it is of another run (fault F12)")
+        report.problems.append(f"{folder / name} is not in the manifest: it is of another run")
     ledger = folder / LEDGER
     report.not_written = len(ledger.read_text().splitlines()) if ledger.exists() else 0
     if not report.problems and report.samples + report.not_written != manifest["dataset"]["samples"]:
         report.problems.append(
-            f"the dataset has {manifest['dataset']['samples']} samples, {report.samples} are in shards and {report.not_written} in the ledger: some are lost (fault F16)"
+            f"the dataset has {manifest['dataset']['samples']} samples, {report.samples} are in shards and {report.not_written} in the ledger: some are lost"
         )
     totals = manifest.get("totals", {})
     if not report.problems and (totals.get("samples"), totals.get("tokens")) != (report.samples, report.tokens):

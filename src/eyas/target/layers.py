@@ -88,7 +88,7 @@ def resolve_layer_ids(
         raise InputError(
             f"layer id {twice[0]} is given twice in {list(requested or ids)}"
             + (" (`final` is that id)" if twice[0] == num_layers else "")
-            + " (fault F17)",
+            + "",
             "each id once; the order is kept",
         )
     if with_final and num_layers not in ids:

@@ -31,6 +31,8 @@ def stop_ids(model_path: str) -> list[int]:
 
     place = resolve_model_path(model_path, weights=False)
     for file in ("generation_config.json", "config.json"):
+        if not (place / file).is_file():
+            continue
         try:
             ids = GenerationConfig.from_pretrained(place, config_file_name=file).eos_token_id
         except (OSError, ValueError):

@@ -69,7 +69,7 @@ def print_report(report: PrepareReport, console: Console | None = None) -> None:
     row(
         "  cut by the limit",
         report.answers_cut,
-        "their end is not in the dataset (fault F14)" if report.answers_cut else "",
+        "their end is not in the dataset" if report.answers_cut else "",
         "yellow",
     )
     row("  wholly beyond it", report.answers_lost, "not in the dataset" if report.answers_lost else "", "yellow")
