@@ -143,9 +143,7 @@ def _check_shard(
     header = read_shard_header(path)
     lines = differences_from_manifest(header, manifest)
     if lines:
-        raise StoreError(
-            f"{path} does not belong to this store:\n  " + "\n  ".join(lines), "take this shard out"
-        )
+        raise StoreError(f"{path} does not belong to this store:\n  " + "\n  ".join(lines), "take this shard out")
     file = open_shard(path)
     for name, want in header.checksums.items():
         got, by_sample = checksums_of(name, file.get_tensor(name), header.offsets)
@@ -163,9 +161,7 @@ def _check_shard(
     for j, one in enumerate(header.sample_ids):
         rows = slice(int(header.offsets[j]), int(header.offsets[j + 1]))
         if one in seen:
-            raise StoreError(
-                f"{path}: sample {one} stands in {seen[one]} too", "take one of the two shards out"
-            )
+            raise StoreError(f"{path}: sample {one} stands in {seen[one]} too", "take one of the two shards out")
         seen[one] = path.name
         if sample_id(token_ids[rows], loss_mask[rows]) != one:
             raise StoreError(
