@@ -431,7 +431,7 @@ def test_weights_missing_or_cut_short(tiny_model, token_rows, tmp_path):
     ):
         eyas.extract(**options)
     weights.unlink()
-    with pytest.raises(InputError, match="no safetensors weights"):
+    with pytest.raises(InputError, match=r"holds neither model\.safetensors nor"):
         eyas.extract(**options)
     (broken / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
@@ -556,7 +556,7 @@ def test_repeated_rows_are_extracted_once(tiny_model, token_rows, tmp_path):
 def test_hooks_that_never_fire_are_an_error(tiny_model, token_rows, tmp_path, monkeypatch):
     from eyas.engines import transformers as module
 
-    monkeypatch.setattr(module.Capture, "_hook", lambda self, i: lambda m, a, k: None)
+    monkeypatch.setattr(module.Capture, "_take", lambda self, layer_id, stream: None)
     with pytest.raises(ContractError, match=r"states of layers \[\]"):
         eyas.extract(
             model_path=str(tiny_model("llama")),
