@@ -40,6 +40,7 @@ def test_jsonl_file_and_folder(token_rows, tmp_path):
         dataset = open_dataset(place)
         assert dataset.lengths.tolist() == [5, 9, 3]
         assert dataset.tokens == 17
+        assert dataset.largest_token_id == max(int(s.token_ids.max()) for s in dataset)
         assert [s.id for s in dataset] == dataset.ids
 
 
@@ -81,6 +82,7 @@ def test_parquet_round_trip_and_hash_ignores_order(tmp_path):
     unique = {s.id for s in samples}
     assert len(a) == len(unique)
     assert a.repeated == len(samples) - len(unique)
+    assert a.largest_token_id == max(int(s.token_ids.max()) for s in samples)
     for position in (0, 511, 512, 700, len(a) - 1):
         one = a[position]
         assert one.id == a.ids[position]

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,11 @@ class TokenDataset:
     def tokens(self) -> int:
         """Sum of all lengths."""
         return int(self.lengths.sum())
+
+    @cached_property
+    def largest_token_id(self) -> int:
+        """The largest token id of any sample: a model needs more rows of embeddings than that."""
+        return max(int(np.max(self._read(int(row))[0])) for row in self._rows)
 
     def __getitem__(self, position: int) -> Sample:
         token_ids, loss_mask = self._read(int(self._rows[position]))

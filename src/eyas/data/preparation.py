@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,8 +118,18 @@ def _named_bins(bins: np.ndarray) -> dict[str, int]:
 _maker: RowMaker | None = None
 
 
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _start_worker(*arguments: Any) -> None:
     global _maker
+    threading.Thread(
+        target=_leave_with_parent, daemon=True
+    ).start()  # also when it is killed: nobody else would end this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _maker = RowMaker(*arguments)
 
@@ -146,8 +158,6 @@ def _results(
         for chunk in ahead:
             yield maker(chunk)
         return
-    import multiprocessing
-
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
     waiting: deque[Future[list[RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
     try:
