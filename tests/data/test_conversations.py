@@ -21,6 +21,8 @@ from eyas.data.conversations import (
     check_columns,
     parse_row,
 )
+from eyas.data.preparation import prepare
+from eyas.data.regeneration import regenerate
 from eyas.data.sources import DataSource, RawRow, Unreadable, files_of, read_rows
 
 
@@ -306,6 +308,14 @@ def test_what_is_wrong_in_one_row_of_an_array_is_that_rows_error(tmp_path):
         strict=True,
     ):
         assert expected in reason
+
+
+@pytest.mark.parametrize("stage", [prepare, regenerate])
+def test_a_file_that_is_not_there_is_told_before_the_tokenizer_is_loaded(stage, tmp_path):
+    more = {} if stage is prepare else {"generator": None}
+    with pytest.raises(InputError, match="no such file"):
+        stage(str(tmp_path / "none.jsonl"), str(tmp_path / "no-model"), tmp_path / "out", **more)
+    assert not (tmp_path / "out").exists()
 
 
 def test_files_of_other_formats_are_named(tmp_path):

@@ -63,6 +63,15 @@ class DataSource:
     config: str | None = None
     split: str = "train"
 
+    def __post_init__(self) -> None:
+        name = self.path
+        hub = name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(SUFFIXES)
+        if not (hub or name.startswith("hf:") or Path(name).exists()):
+            raise InputError(
+                f"--data {name}: no such file or directory, and not a data set name of the form owner/name",
+                "check the path; packaged sets are named `conversations`, `word_problems` and `word_problems_heldout`",
+            )
+
 
 def read_rows(source: DataSource) -> Iterator[RawRow]:
     """Yield the rows of one source in order; the part of a file that cannot be read comes as one row whose data is `Unreadable`.
@@ -88,18 +97,9 @@ def files_of(source: DataSource) -> tuple[list[Path], list[str]]:
 
     Hidden files and directories are passed over. Both lists are empty for data sets of the `datasets` library.
 
-    Nothing is opened. Raises InputError for what is not there and is no data set's name either, for a file of another format and for a
-    directory without data files.
+    Nothing is opened. Raises InputError for a file of another format and for a directory without data files.
     """
-    path, name = Path(source.path), source.path
-    on_hub = name.startswith("hf:") or (
-        name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(SUFFIXES)
-    )
-    if not path.exists() and not on_hub:
-        raise InputError(
-            f"--data {name}: no such file or directory, and not a data set name of the form owner/name",
-            "check the path; packaged sets are named `conversations`, `word_problems` and `word_problems_heldout`",
-        )
+    path = Path(source.path)
     if path.is_file():
         if _format_of(path) is None:
             raise InputError(f"{path}: unknown kind of data file", f"expected {', '.join(SUFFIXES)}")
