@@ -71,9 +71,10 @@ def take_settings(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
     """Answer the prompts until all are answered or the time is up, and gather all answers in `samples.jsonl`."""
     from eyas.data.dataset import open_dataset
-    from eyas.data.generators import Generator, Sampling
-    from eyas.data.regeneration import RegenerateSettings, regenerate
+    from eyas.data.generators import Generator
+    from eyas.data.settings import RegenerateSettings, Sampling
     from eyas.engines.generation import TransformersGenerator, VllmGenerator
+    from eyas.engines.regenerate import regenerate
 
     began = time.monotonic()
     shared: list[Generator] = []
@@ -128,14 +129,17 @@ def answer(arguments: argparse.Namespace, folder: Path, say: Callable[[str], Non
                 seed=number,
             )
             done = regenerate(
-                arguments.prompts,
-                arguments.model_path,
-                name,
-                lambda _, stop_ids, sampling=sampling: Kept(sampling, stop_ids),
-                settings=RegenerateSettings(arguments.max_seq_len, sampling),
-                limit=arguments.limit,
-                window=arguments.window or 4 * arguments.batch_size,
-                seconds=left,
+                RegenerateSettings(
+                    tuple(arguments.prompts),
+                    arguments.model_path,
+                    name,
+                    max_seq_len=arguments.max_seq_len,
+                    sampling=sampling,
+                    limit=arguments.limit,
+                    window=arguments.window or 4 * arguments.batch_size,
+                    seconds=left,
+                ),
+                generator=lambda _, stop_ids, sampling=sampling: Kept(sampling, stop_ids),
             )
             say(
                 f"{name.name}: {done.resumed} answered before, {done.conversations} now ({done.generated_tokens:,} tokens"

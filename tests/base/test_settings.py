@@ -27,7 +27,7 @@ class Bake(Common):
     goes."""
     layers: tuple[int | Literal["final"], ...] | None = None
     pair: tuple[float, float] = (0.5, 1.0)
-    ranks: Annotated[int | None, Ge(1)] = None
+    ranks: Annotated[int, Ge(1)] | None = None
     share: Annotated[float, Gt(0), Le(1), Flag("part-of-it")] = 0.5
     kind: Literal["soft", "hard"] = "soft"
     extra: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,8 @@ def bake(settings: Bake, *, on_stage: int = 0) -> tuple[Bake, int]:
 def test_a_stage_takes_its_settings_or_their_fields():
     made = Bake(model_path="m", output=Path("o"), layers=(2, "final"))
     assert bake(made, on_stage=3) == (made, 3)
-    assert bake(model_path="m", output="o", layers=[2, "final"], on_stage=3) == (made, 3)
+    assert bake(model_path=Path("m"), output="o", layers=[2, "final"], on_stage=3) == (made, 3)
+    assert bake(model_path="m", layers="final")[0].layers == ("final",)
     with pytest.raises(TypeError, match="nonsense"):
         bake(model_path="m", nonsense=1)
 
@@ -60,14 +61,14 @@ def test_the_signature_has_every_field_and_the_callbacks():
         ({"ranks": 0}, "--ranks is 0\n  -> it must be at least 1"),
         ({"ranks": "x"}, "--ranks is 'x'\n  -> expected: a whole number"),
         ({"ranks": True}, "expected: a whole number"),
-        ({"share": 0}, "--part-of-it is 0.0\n  -> it must be above 0"),
+        ({"share": 0}, "--part-of-it is 0\n  -> it must be above 0"),
         ({"share": 1.5}, "it must be at most 1"),
         ({"share": float("nan")}, "--part-of-it is nan"),
         ({"kind": "firm"}, "--kind is 'firm'\n  -> expected: one of soft, hard"),
         ({"layers": ["last"]}, "a list, each a whole number or final"),
-        ({"layers": "final"}, "a list"),
+        ({"layers": 3}, "a list"),
         ({"pair": [1.0]}, "--pair"),
-        ({"model_path": Path("m")}, "--model-path"),
+        ({"model_path": 3}, "--model-path is 3\n  -> expected: text"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_with_their_flag(wrong, says):

@@ -19,33 +19,39 @@ def config(tmp_path):
     return write
 
 
+FLAGS = {"--model-path", "--layer-ids", "--tp-size", "--final", "--revision", "--chat-template-kwargs"}
+
+
 def test_flags_come_from_the_file_and_typed_ones_win(config):
     path = config("model_path: m\nlayer-ids: [2, final]\ntp_size: 8\nfinal: false\nrevision: null\n")
-    assert expand_config(["extract", "--config", path, "--tp-size", "4"]) == [
-        "extract", "--model-path", "m", "--layer-ids", "2", "--layer-ids", "final", "--no-final", "--tp-size", "4",
+    assert expand_config(["--config", path, "--tp-size", "4"], FLAGS) == [
+        "--tp-size", "4", "--model-path=m", "--layer-ids=2", "--layer-ids=final", "--final=false",
     ]  # fmt: skip
-    assert expand_config(["extract", "--layer-ids", "3", "--final", "--config", path]) == [
-        "extract", "--layer-ids", "3", "--final", "--model-path", "m", "--tp-size", "8",
+    assert expand_config(["--layer-ids", "3", "--no-final", f"--config={path}"], FLAGS) == [
+        "--layer-ids", "3", "--no-final", "--model-path=m", "--tp-size=8",
     ]  # fmt: skip
-    assert expand_config(["verify", "store"]) == ["verify", "store"]
-    assert expand_config(["extract", f"--config={path}", "--tp-size", "4"]) == expand_config(
-        ["extract", "--config", path, "--tp-size", "4"]
-    )
+    assert expand_config(["store"], FLAGS) == ["store"]
+    kwargs = config("chat_template_kwargs: {enable_thinking: false}\n")
+    assert expand_config(["--config", kwargs], FLAGS) == ['--chat-template-kwargs={"enable_thinking": false}']
     with pytest.raises(InputError, match="stands twice"):
-        expand_config(["extract", "--config", path, f"--config={path}"])
+        expand_config(["--config", path, f"--config={path}"], FLAGS)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("- a\n- b\n", "should map flags to values"), ("a: [", "is not YAML"), ("batch: {a: 1}", "which no flag takes")],
+    [
+        ("- a\n- b\n", "should map flags to values"),
+        ("a: [", "is not YAML"),
+        ("tp: 1\nlayers: 2\n", "no flag is called tp, layers"),
+    ],
 )
 def test_files_that_are_no_config(config, text, says):
     with pytest.raises(InputError, match=says):
-        expand_config(["extract", "--config", config(text)])
+        expand_config(["--config", config(text)], FLAGS)
     with pytest.raises(InputError, match="No such file"):
-        expand_config(["extract", "--config", "/nowhere.yaml"])
+        expand_config(["--config", "/nowhere.yaml"], FLAGS)
     with pytest.raises(InputError, match="names no file"):
-        expand_config(["extract", "--config"])
+        expand_config(["--config"], FLAGS)
 
 
 def test_a_whole_run_and_an_unknown_flag(config, tiny_model, token_rows, tmp_path):
@@ -55,6 +61,6 @@ def test_a_whole_run_and_an_unknown_flag(config, tiny_model, token_rows, tmp_pat
     assert "2 of 2" in done.stdout
     done = run_eyas("extract", "--config", config(text + "layer_idz: [3]\n"))
     assert done.returncode == 3
-    assert "run.yaml: `layer_idz` is no flag of `eyas extract`" in " ".join(done.stderr.split())
+    assert "run.yaml: no flag is called layer-idz" in " ".join(done.stderr.split())
     done = run_eyas("extract", "--config", config(text + "enforce_eager: false\nfinal: false\n"))
     assert done.returncode == 8, "the same folder, now without the target state: both falses were understood"

@@ -15,8 +15,9 @@ from chat_templates import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.data.chat_template import ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.data.chat_template import ChatTemplate, MaskedTokens, MaskError
 from eyas.data.conversations import Conversation
+from eyas.data.settings import MaskSettings
 
 FAMILY = {
     "mistral": metaspace_tokenizer,

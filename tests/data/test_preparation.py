@@ -20,7 +20,6 @@ from eyas.base.errors import FolderConflictError, InputError
 from eyas.base.locks import lock_directory
 from eyas.data.dataset import open_dataset
 from eyas.data.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
-from eyas.data.rows import PrepareSettings
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_a_file_that_breaks_off_is_counted_and_the_rest_is_made(model, tmp_path)
     (tmp_path / "a.json").write_text(f"[{good}]\n[{good}]")
     (tmp_path / "b.jsonl").write_text(good.replace("Hi", "Yes?") + "\n")
     (tmp_path / "c.txt").write_text("x")
-    report = prepare(tmp_path, model, tmp_path / "out", settings=PrepareSettings())
+    report = prepare(tmp_path, model, tmp_path / "out")
     assert (report.samples, report.dropped, report.broken_sources) == (2, 1, 1)
     assert report.files_passed_over == ["c.txt"]
     assert f"{len(good) + 2} bytes from there on were not read" in report.rejected[0]["reason"]
@@ -104,7 +103,7 @@ def test_a_supervised_token_that_nothing_stands_before_is_not_counted(model, tmp
 def test_a_cut_answer_counts_as_cut(model, tmp_path):
     long = "word " * 200
     data = rows(tmp_path / "chat.jsonl", chat("Hi", long), chat("Hi", "Yes", "More?", long, "And?", "No"))
-    report = prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=100))
+    report = prepare(data, model, tmp_path / "out", max_seq_len=100)
     assert (report.truncated, report.answers, report.answers_cut, report.answers_lost) == (2, 4, 2, 1)
     assert max(open_dataset(tmp_path / "out").lengths) == 100
 
@@ -114,8 +113,8 @@ def test_the_same_call_rebuilds_the_folder_and_another_is_refused(model, tmp_pat
     prepare(data, model, tmp_path / "out")
     prepare(data, model, tmp_path / "out")
     with pytest.raises(FolderConflictError, match=r"max_seq_len"):
-        prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=77))
-    prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=77), overwrite=True)
+        prepare(data, model, tmp_path / "out", max_seq_len=77)
+    prepare(data, model, tmp_path / "out", max_seq_len=77, overwrite=True)
 
 
 def test_two_at_once_into_one_folder(model, tmp_path):
@@ -175,7 +174,7 @@ def test_duplicates_are_written_once_with_their_count_or_kept(model, tmp_path):
     assert (once.samples, once.duplicates) == (2, 2)
     assert pq.read_table(tmp_path / "once" / "data-00000.parquet")["count"].to_pylist() == [3, 1]
     assert len(open_dataset(tmp_path / "once")) == 2
-    kept = prepare(data, model, tmp_path / "kept", settings=PrepareSettings(duplicates="keep"))
+    kept = prepare(data, model, tmp_path / "kept", duplicates="keep")
     assert (kept.samples, kept.duplicates) == (4, 2)
     assert pq.read_table(tmp_path / "kept" / "data-00000.parquet")["count"].to_pylist() == [1, 1, 1, 1]
 
@@ -189,7 +188,7 @@ def split_of(folder) -> tuple[set[str], set[str]]:
 def test_the_held_out_split_depends_on_content_alone(model, tmp_path):
     conversations = [chat(f"Question {k}", f"Answer {k}", "And?", "More " * (k % 40) + ".") for k in range(300)]
     data = rows(tmp_path / "a.jsonl", *conversations)
-    first = prepare(data, model, tmp_path / "a", settings=PrepareSettings(heldout=0.1))
+    first = prepare(data, model, tmp_path / "a", held_out=0.1)
     train, heldout = split_of(tmp_path / "a")
     assert not train & heldout
     assert len(heldout) == first.heldout_samples
@@ -198,7 +197,7 @@ def test_the_held_out_split_depends_on_content_alone(model, tmp_path):
     again = [chat(row["messages"][0]["content"], "Quite another answer") for row in conversations]
     random.Random(1).shuffle(again)
     rows(tmp_path / "b.jsonl", *again, *(chat(f"New {k}", "Yes") for k in range(100)))
-    prepare(tmp_path / "b.jsonl", model, tmp_path / "b", settings=PrepareSettings(heldout=0.1, max_seq_len=40))
+    prepare(tmp_path / "b.jsonl", model, tmp_path / "b", held_out=0.1, max_seq_len=40)
     _, heldout_again = split_of(tmp_path / "b")
     question = lambda row: row["messages"][0]["content"]  # noqa: E731
     asked = {question(conversations[int(source.rsplit(":", 1)[1]) - 1]) for source in heldout}
@@ -208,7 +207,7 @@ def test_the_held_out_split_depends_on_content_alone(model, tmp_path):
     assert len(open_dataset(tmp_path / "a")) == len(train)
     assert not set(open_dataset(tmp_path / "a").ids) & set(open_dataset(tmp_path / "a" / "heldout").ids)
     # A larger share holds what a smaller one held.
-    prepare(data, model, tmp_path / "c", settings=PrepareSettings(heldout=0.3))
+    prepare(data, model, tmp_path / "c", held_out=0.3)
     assert heldout < split_of(tmp_path / "c")[1]
 
 
@@ -220,7 +219,7 @@ def test_an_equal_sample_stays_on_its_side(model, tmp_path):
         {"input_ids": s.token_ids.tolist(), "loss_mask": s.loss_mask.tolist()} for s in open_dataset(tmp_path / "plain")
     ]
     both = rows(tmp_path / "b.jsonl", *conversations, *tokens)
-    report = prepare(both, model, tmp_path / "out", settings=PrepareSettings(heldout=0.3, duplicates="keep"))
+    report = prepare(both, model, tmp_path / "out", held_out=0.3, duplicates="keep")
     assert report.duplicates == 60
     train, heldout = (set(open_dataset(folder).ids) for folder in (tmp_path / "out", tmp_path / "out" / "heldout"))
     assert len(train) + len(heldout) == 60
@@ -268,7 +267,7 @@ def wait_until(done, seconds=120):
 def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
     data = rows(tmp_path / "a.jsonl", chat("word " * 100, "Hello"))
     with pytest.raises(InputError, match="no assistant token within --max-seq-len 32"):
-        prepare(data, model, tmp_path / "out", settings=PrepareSettings(max_seq_len=32))
+        prepare(data, model, tmp_path / "out", max_seq_len=32)
 
 
 def test_long_samples_close_row_groups_early(model, tmp_path, monkeypatch):
@@ -314,14 +313,10 @@ def long_rows(tmp_path, n=20):
 
 
 def test_long_rows_dropped_or_split_are_counted(model, tmp_path):
-    dropped = prepare(
-        long_rows(tmp_path), model, tmp_path / "a", settings=PrepareSettings(max_seq_len=64, on_long="drop")
-    )
+    dropped = prepare(long_rows(tmp_path), model, tmp_path / "a", max_seq_len=64, on_long="drop")
     assert (dropped.kept, dropped.dropped, dropped.samples) == (13, 7, 13)
     assert all("longer than --max-seq-len 64" in one["reason"] for one in dropped.rejected)
-    split = prepare(
-        long_rows(tmp_path), model, tmp_path / "b", settings=PrepareSettings(max_seq_len=64, on_long="split")
-    )
+    split = prepare(long_rows(tmp_path), model, tmp_path / "b", max_seq_len=64, on_long="split")
     whole = prepare(long_rows(tmp_path), model, tmp_path / "c")
     assert split.supervised_tokens == whole.supervised_tokens  # no supervised token is lost
     assert split.answers_cut >= 7

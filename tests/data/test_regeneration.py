@@ -15,12 +15,14 @@ from tiny_models import make_vision_wrapper
 
 from eyas.base.errors import EngineError, FolderConflictError, InputError
 from eyas.base.locks import lock_directory
-from eyas.data.chat_template import ChatTemplate, MaskSettings
+from eyas.data.chat_template import ChatTemplate
 from eyas.data.dataset import open_dataset
-from eyas.data.generators import Answer, Sampling
-from eyas.data.regeneration import RegenerateSettings, message_of, regenerate, samples_of
+from eyas.data.generators import Answer
+from eyas.data.regeneration import message_of, samples_of
+from eyas.data.settings import MaskSettings, Sampling
 from eyas.engines.endpoint import NEUTRAL, EndpointGenerator
 from eyas.engines.generation import TransformersGenerator, cut
+from eyas.engines.regenerate import regenerate
 from eyas.target.tokenizer import bytes_of, stop_ids, token_lookup
 
 QUESTIONS = ["Hi there", "What is 12 + 30?", "And now?", "Hello", "How are you?", "Is it sunny?"]
@@ -70,12 +72,12 @@ def asked(*questions) -> dict:
     }
 
 
-SETTINGS = RegenerateSettings(max_seq_len=200, sampling=Sampling(max_new_tokens=20))
+SETTINGS = {"max_seq_len": 200, "sampling": Sampling(max_new_tokens=20)}
 
 
 def test_answers_are_the_targets_own_tokens_and_alone_supervised(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS), {"prompt": "Only a prompt"})
-    report = regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    report = regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)
     assert (report.rows, report.conversations, report.answers, report.rejected) == (7, 7, 7, 0)
     assert set(report.finish_reasons) == {"stop", "length"}, "the tiny model should end some answers and not others"
     tokenizer = byte_level_tokenizer("chatml")
@@ -135,8 +137,8 @@ def test_greedy_is_the_argmax_whatever_the_generation_config_says(model, tmp_pat
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     regenerate(
         data, str(folder), tmp_path / "out",
-        lambda _, stop: TransformersGenerator(str(folder), SETTINGS.sampling, stop, dtype="float32", trust_remote_code=True),
-        settings=SETTINGS,
+        generator=lambda _, stop: TransformersGenerator(str(folder), SETTINGS["sampling"], stop, dtype="float32", trust_remote_code=True),
+        **SETTINGS,
     )  # fmt: skip
     table = pq.read_table(tmp_path / "out" / "data-00000.parquet").to_pylist()
     assert_argmax(model, table)
@@ -174,12 +176,12 @@ def test_weights_that_are_in_no_file_are_refused(model, tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     data = write(tmp_path / "a.jsonl", asked("Hi"))
     with pytest.raises(EngineError, match=r"1 weights are in no file, among them model\.layers\.1\.mlp\.up_proj"):
-        regenerate(data, str(folder), tmp_path / "out", by_transformers(str(folder)), settings=SETTINGS)
+        regenerate(data, str(folder), tmp_path / "out", generator=by_transformers(str(folder)), **SETTINGS)
 
 
 def test_later_turns_see_the_generated_answers(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q, "And then?", "Why?") for q in QUESTIONS))
-    regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)
     lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     template = ChatTemplate(byte_level_tokenizer("chatml"))
     assert any(len(line["turns"]) > 1 for line in lines)
@@ -199,13 +201,13 @@ def test_two_at_once_into_one_folder_would_answer_twice(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("Hi there"))
     (tmp_path / "out").mkdir()
     with lock_directory(tmp_path / "out"), pytest.raises(FolderConflictError, match="by another run"):
-        regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+        regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)
     assert not (tmp_path / "out" / "answers.jsonl").exists()
 
 
 def test_stopped_and_resumed_gives_the_same_dataset(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q, "And then?") for q in QUESTIONS))
-    regenerate(data, model, tmp_path / "whole", by_transformers(model), settings=SETTINGS)
+    regenerate(data, model, tmp_path / "whole", generator=by_transformers(model), **SETTINGS)
 
     class Failing(TransformersGenerator):
         calls = 0
@@ -217,35 +219,35 @@ def test_stopped_and_resumed_gives_the_same_dataset(model, tmp_path):
             return super().answer(prompts, limits, salt)
 
     def failing(_, stop_ids):
-        return Failing(model, SETTINGS.sampling, stop_ids, dtype="float32")
+        return Failing(model, SETTINGS["sampling"], stop_ids, dtype="float32")
 
     with pytest.raises(EngineError):
-        regenerate(data, model, tmp_path / "out", failing, settings=SETTINGS, window=2)
+        regenerate(data, model, tmp_path / "out", generator=failing, **SETTINGS, window=2)
     assert not (tmp_path / "out" / "manifest.json").exists()
     answers = tmp_path / "out" / "answers.jsonl"
     kept = answers.read_text().splitlines()
     assert 0 < len(kept) < 6
     answers.write_text("\n".join(kept) + "\n" + kept[0][:40])  # killed while it wrote
-    report = regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS, window=2)
+    report = regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS, window=2)
     assert report.resumed == len(kept)
     assert report.conversations == 6 - len(kept)
     assert sorted(open_dataset(tmp_path / "out").ids) == sorted(open_dataset(tmp_path / "whole").ids)
     with pytest.raises(FolderConflictError, match="max_new_tokens"):
         regenerate(
-            data, model, tmp_path / "out", by_transformers(model),
-            settings=RegenerateSettings(max_seq_len=200, sampling=Sampling(max_new_tokens=21)),
+            data, model, tmp_path / "out", generator=by_transformers(model),
+            max_seq_len=200, sampling=Sampling(max_new_tokens=21),
         )  # fmt: skip
 
 
 def test_out_of_time_leaves_a_dataset_and_the_same_call_goes_on(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     out = tmp_path / "out"
-    report = regenerate(data, model, out, by_transformers(model), settings=SETTINGS, window=2, seconds=0)
+    report = regenerate(data, model, out, generator=by_transformers(model), **SETTINGS, window=2, seconds=0)
     assert (report.conversations, report.out_of_time, len(open_dataset(out))) == (2, True, 2)
     assert json.loads((out / "manifest.json").read_text())["counts"]["out_of_time"] is True
-    report = regenerate(data, model, out, by_transformers(model), settings=SETTINGS, window=2)
+    report = regenerate(data, model, out, generator=by_transformers(model), **SETTINGS, window=2)
     assert (report.resumed, report.conversations, report.out_of_time) == (2, len(QUESTIONS) - 2, False)
-    regenerate(data, model, tmp_path / "whole", by_transformers(model), settings=SETTINGS)
+    regenerate(data, model, tmp_path / "whole", generator=by_transformers(model), **SETTINGS)
     assert open_dataset(out).hash == open_dataset(tmp_path / "whole").hash
 
 
@@ -256,7 +258,7 @@ def test_rows_that_cannot_be_answered_are_reported(model, tmp_path):
              '{"input_ids": [1], "loss_mask": [1]}', '{"messages": [{"role": "system", "content": "x"}]}']
         )
     )  # fmt: skip
-    report = regenerate(tmp_path / "a.jsonl", model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    report = regenerate(tmp_path / "a.jsonl", model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)
     assert (report.conversations, report.repeated, report.rejected) == (1, 1, 6)
     reasons = {
         one["line"]: one["reason"]
@@ -269,7 +271,7 @@ def test_rows_that_cannot_be_answered_are_reported(model, tmp_path):
 
 def test_questions_that_no_longer_fit_are_counted(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q, "word " * 80) for q in QUESTIONS))
-    report = regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+    report = regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)
     lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     assert all(len(line["turns"]) == 1 for line in lines)
     whole = sum(line["turns"][0]["finish_reason"] == "stop" for line in lines)
@@ -279,10 +281,10 @@ def test_questions_that_no_longer_fit_are_counted(model, tmp_path):
 def test_sampling_is_reproducible_and_differs_from_greedy(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     drawn = Sampling(max_new_tokens=20, temperature=1.5, seed=3)
-    settings = RegenerateSettings(max_seq_len=200, sampling=drawn)
+    settings = {"max_seq_len": 200, "sampling": drawn}
     for name in ("a", "b"):
-        regenerate(data, model, tmp_path / name, by_transformers(model, drawn), settings=settings)
-    regenerate(data, model, tmp_path / "greedy", by_transformers(model), settings=SETTINGS)
+        regenerate(data, model, tmp_path / name, generator=by_transformers(model, drawn), **settings)
+    regenerate(data, model, tmp_path / "greedy", generator=by_transformers(model), **SETTINGS)
     assert open_dataset(tmp_path / "a").hash == open_dataset(tmp_path / "b").hash
     assert open_dataset(tmp_path / "a").hash != open_dataset(tmp_path / "greedy").hash
 
@@ -442,7 +444,7 @@ class Server:
         self.server.server_close()
 
 
-def by_endpoint(url, sampling=SETTINGS.sampling):
+def by_endpoint(url, sampling=SETTINGS["sampling"]):
     return lambda template, stop_ids: EndpointGenerator(
         url, None, sampling, stop_ids, token_of_bytes=token_lookup(template.tokenizer),
         end_id=template.end_of_turn_id(), concurrency=3, attempts=3,
@@ -452,9 +454,9 @@ def by_endpoint(url, sampling=SETTINGS.sampling):
 @pytest.mark.parametrize("style", ["token ids as text", "ids", "bytes"])
 def test_an_endpoint_that_names_tokens_in_its_log_probabilities(model, tmp_path, style):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
-    regenerate(data, model, tmp_path / "direct", by_transformers(model), settings=SETTINGS)
+    regenerate(data, model, tmp_path / "direct", generator=by_transformers(model), **SETTINGS)
     with Server(model, style=style) as server:
-        report = regenerate(data, model, tmp_path / "served", by_endpoint(server.url), settings=SETTINGS)
+        report = regenerate(data, model, tmp_path / "served", generator=by_endpoint(server.url), **SETTINGS)
     assert report.rejected == 0
     assert sorted(open_dataset(tmp_path / "served").ids) == sorted(open_dataset(tmp_path / "direct").ids)
 
@@ -472,9 +474,9 @@ def test_every_token_is_found_by_its_bytes_or_not_at_all(make):
 
 def test_an_endpoint_gives_the_same_dataset_whatever_its_defaults(model, tmp_path):
     data = write(tmp_path / "a.jsonl", *(asked(q, "And then?") for q in QUESTIONS))
-    regenerate(data, model, tmp_path / "direct", by_transformers(model), settings=SETTINGS)
+    regenerate(data, model, tmp_path / "direct", generator=by_transformers(model), **SETTINGS)
     with Server(model, [None, None, 500, None, 503], default_penalty=1.8) as server:
-        report = regenerate(data, model, tmp_path / "served", by_endpoint(server.url), settings=SETTINGS)
+        report = regenerate(data, model, tmp_path / "served", generator=by_endpoint(server.url), **SETTINGS)
         assert report.rejected == 0
         for request in server.requests:
             assert NEUTRAL.items() <= request.items()
@@ -498,7 +500,7 @@ def test_an_endpoint_gives_the_same_dataset_whatever_its_defaults(model, tmp_pat
 def test_a_server_that_does_not_do_what_it_is_asked_is_refused(model, tmp_path, server, error):
     data = write(tmp_path / "a.jsonl", *(asked(q) for q in QUESTIONS))
     with Server(model, **server) as one, pytest.raises(EngineError, match=error):
-        regenerate(data, model, tmp_path / "out", by_endpoint(one.url), settings=SETTINGS)
+        regenerate(data, model, tmp_path / "out", generator=by_endpoint(one.url), **SETTINGS)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -515,19 +517,21 @@ def test_where_answers_end_is_read_from_either_config(model, tmp_path):
 def test_a_prompt_that_the_server_refuses_is_that_rows(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("Hi"), asked("Hello"), asked("Yes?"))
     with Server(model, [None, 400]) as server:
-        report = regenerate(data, model, tmp_path / "a", by_endpoint(server.url), settings=SETTINGS)
+        report = regenerate(data, model, tmp_path / "a", generator=by_endpoint(server.url), **SETTINGS)
     assert (report.conversations, report.rejected) == (2, 1)
     assert "400" in (tmp_path / "a" / "rejected.jsonl").read_text()
     with pytest.raises(EngineError, match="failed 3 times"):
-        regenerate(data, model, tmp_path / "d", by_endpoint("http://127.0.0.1:9"), settings=SETTINGS)
+        regenerate(data, model, tmp_path / "d", generator=by_endpoint("http://127.0.0.1:9"), **SETTINGS)
 
 
 def test_a_server_that_samples_needs_no_log_probabilities(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("Hi"))
     drawn = Sampling(max_new_tokens=20, temperature=1.0, top_p=0.9, seed=5)
     with Server(model, logprobs=False) as server:
-        settings = RegenerateSettings(max_seq_len=200, sampling=drawn)
-        assert regenerate(data, model, tmp_path / "a", by_endpoint(server.url, drawn), settings=settings).answers == 1
+        settings = {"max_seq_len": 200, "sampling": drawn}
+        assert (
+            regenerate(data, model, tmp_path / "a", generator=by_endpoint(server.url, drawn), **settings).answers == 1
+        )
     assert [request["seed"] for request in server.requests] == [5, 5]
     assert all("logprobs" not in request and request["top_p"] == 0.9 for request in server.requests)
 
@@ -535,4 +539,4 @@ def test_a_server_that_samples_needs_no_log_probabilities(model, tmp_path):
 def test_nothing_answered_is_an_error(model, tmp_path):
     data = write(tmp_path / "a.jsonl", asked("word " * 300))
     with pytest.raises(InputError, match="no prompt was answered"):
-        regenerate(data, model, tmp_path / "out", by_transformers(model), settings=SETTINGS)
+        regenerate(data, model, tmp_path / "out", generator=by_transformers(model), **SETTINGS)

@@ -238,7 +238,7 @@ def test_a_rehearsal_on_gpus_starts_quickly_and_a_run_safely(
 
 
 def test_an_engine_that_generates_counts_as_a_first_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyas.data.generators import Sampling
+    from eyas.data.settings import Sampling
     from eyas.engines.generation import VllmGenerator
     from eyas.engines.vllm import start as vllm_start
 

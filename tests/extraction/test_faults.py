@@ -35,7 +35,6 @@ from eyas.data.chat_template import ChatTemplate
 from eyas.data.conversations import Conversation
 from eyas.data.dataset import Sample, open_dataset
 from eyas.data.preparation import prepare
-from eyas.data.rows import PrepareSettings
 from eyas.engines.transformers import TransformersEngine, TransformersSettings
 from eyas.engines.vllm.engine import VllmEngine, VllmSettings
 from eyas.engines.vllm.start import engine_arguments
@@ -631,7 +630,7 @@ def test_f14_truncated_answers_are_counted_marked_and_told(chat_model: str, tmp_
 def test_f14_an_answer_cut_when_it_was_generated_does_not_teach_an_end(chat_model: str, tmp_path: Path) -> None:
     cut = {**CHAT[1], "finish_reason": "length"}
     (tmp_path / "cut.jsonl").write_text(json.dumps({"messages": [CHAT[0], cut]}) + "\n")
-    report = prepare(tmp_path / "cut.jsonl", chat_model, tmp_path / "out", settings=PrepareSettings())
+    report = prepare(tmp_path / "cut.jsonl", chat_model, tmp_path / "out")
     assert report.answers_unfinished == 1
     [sample] = open_dataset(tmp_path / "out")
     tokenizer = byte_level_tokenizer("chatml")

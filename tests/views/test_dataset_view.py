@@ -15,7 +15,6 @@ from rich.console import Console
 from eyas.base.errors import InputError
 from eyas.data.dataset import is_dataset, open_dataset
 from eyas.data.preparation import prepare
-from eyas.data.rows import PrepareSettings
 from eyas.views.dataset_view import inspect_dataset
 
 ODD = "<script>alert(1)</script> & <b>bold</b>\n\tdone"
@@ -39,7 +38,7 @@ def made(tmp_path_factory):
     rows[1]["messages"][1]["content"] = "One."
     lines = [json.dumps(row) for row in rows] + ["broken", '{"messages": []}']
     (root / "chat.jsonl").write_text("\n".join(lines) + "\n")
-    prepare(root / "chat.jsonl", str(root / "model"), root / "out", settings=PrepareSettings(max_seq_len=60))
+    prepare(root / "chat.jsonl", str(root / "model"), root / "out", max_seq_len=60)
     return root / "out", tokenizer
 
 

@@ -61,68 +61,87 @@ class Flag:
     Attributes:
         name: the flag without dashes, where it is not the field's name. env: environment variable that stands in for the flag.
         exists: the value names a file or directory that must be there; looked at before anything is loaded.
-        positional: given without a flag.
+        positional: given without a flag. help: for parameters of a command; a field has its text below it. short: `-f`.
+        hidden: not shown by `--help`.
     """
 
     name: str | None = None
     env: str | None = None
     exists: bool = False
     positional: bool = False
+    help: str = ""
+    short: str | None = None
+    hidden: bool = False
 
 
 class Settings:
     """Base of every stage's settings. Making one checks types, choices and bounds.
 
-    Lists become tuples, and strings paths, where the field's type says so.
+    Where the field's type says so, lists and single values become tuples, paths
+    and strings each other, and mappings settings.
 
     Raises:
         InputError: a value that is not of the field's type, not one of its choices, or out of bounds.
     """
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        for setting in settings_of(cls):
-            value = fitted(getattr(self, setting.name), setting.type)
-            if value is UNFIT:
-                raise InputError(
-                    f"{setting.flag} is {getattr(self, setting.name)!r}", f"expected: {describe(setting.type)}"
-                )
-            for bound in setting.bounds:
-                word, holds = BOUNDS[type(bound)]
-                limit = getattr(bound, type(bound).__name__.lower())
-                if not all(n is None or holds(n, limit) for n in (value if isinstance(value, tuple) else (value,))):
-                    raise InputError(f"{setting.flag} is {value}", f"it must be {word} {limit:g}")
-            object.__setattr__(self, setting.name, value)
+        for setting in settings_of(type(self)):  # type: ignore[arg-type]
+            object.__setattr__(self, setting.name, setting.checked(getattr(self, setting.name)))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a `Settings` class. type: without its metadata. nested: it holds settings of its own."""
+    """One field of a `Settings` class, or one parameter of a command. type: without its metadata."""
 
     name: str
     type: Any
-    flag: str
     bounds: tuple[Any, ...]
     metadata: Flag
 
+    @classmethod
+    def of(cls, name: str, annotation: Any) -> Setting:
+        """Read from a name and an annotation such as `Annotated[int, Ge(1)]` or `Annotated[int, Ge(1)] | None`."""
+        kind, more = _apart(annotation)
+        flag = next((one for one in more if isinstance(one, Flag)), Flag())
+        return cls(name, kind, tuple(one for one in more if type(one) in BOUNDS), flag)
+
     @property
-    def nested(self) -> bool:
-        return isinstance(self.type, type) and issubclass(self.type, Settings)
+    def flag(self) -> str:
+        """`--tp-size`; a positional one's name in capitals."""
+        name = (self.metadata.name or self.name).replace("_", "-")
+        return name.upper() if self.metadata.positional else f"--{name}"
+
+    def checked(self, value: Any) -> Any:
+        """The value as the field holds it. Raises InputError as `Settings`."""
+        fit = fitted(value, self.type)
+        if fit is UNFIT:
+            raise InputError(f"{self.flag} is {value!r}", f"expected: {describe(self.type)}")
+        for bound in self.bounds:
+            word, holds = BOUNDS[type(bound)]
+            limit = getattr(bound, type(bound).__name__.lower())
+            if not all(one is None or holds(one, limit) for one in (fit if isinstance(fit, tuple) else (fit,))):
+                shown = f"{fit:g}" if isinstance(fit, float) else fit
+                raise InputError(f"{self.flag} is {shown}", f"it must be {word} {limit:g}")
+        return fit
+
+
+def _apart(annotation: Any) -> tuple[Any, list[Any]]:
+    """A type without metadata, and the metadata of it and of a union's members."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind, more = _apart(arguments[0])
+        return kind, [*more, *arguments[1:]]
+    if origin in (Union, types.UnionType):
+        parts = [_apart(one) for one in arguments]
+        return Union[tuple(kind for kind, _ in parts)], [one for _, more in parts for one in more]  # noqa: UP007
+    return annotation, []
 
 
 @functools.cache
 def settings_of(cls: Any) -> tuple[Setting, ...]:
     """The fields of a `Settings` class with their types, bounds and flags."""
     hints = get_type_hints(cls, include_extras=True)
-    found = []
-    for one in fields(cls):
-        base, *metadata = get_args(hints[one.name]) if get_origin(hints[one.name]) is Annotated else (hints[one.name],)
-        flag = next((m for m in metadata if isinstance(m, Flag)), Flag())
-        bounds = tuple(m for m in metadata if type(m) in BOUNDS)
-        name = flag.name or one.name
-        shown = name.upper() if flag.positional else f"--{name.replace('_', '-')}"
-        found.append(Setting(one.name, base, shown, bounds, flag))
-    return tuple(found)
+    return tuple(Setting.of(one.name, hints[one.name]) for one in fields(cls))
 
 
 @functools.cache
@@ -146,23 +165,25 @@ UNFIT = object()
 def fitted(value: Any, kind: Any) -> Any:
     """`value` as a field of type `kind` holds it, or `UNFIT`."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return fitted(value, arguments[0])
     if origin in (Union, types.UnionType):
         options = (fitted(value, one) for one in arguments)
         return next((one for one in options if one is not UNFIT), UNFIT)
     if origin is Literal:
         return value if value in arguments else UNFIT
     if origin is tuple:
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        if isinstance(value, str | Path):
+            value = (value,)
+        if isinstance(value, bytes) or not isinstance(value, Sequence):
             return UNFIT
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
         parts = [fitted(one, sub) for one, sub in zip(value, kinds, strict=False)]
         return tuple(parts) if len(kinds) == len(value) and UNFIT not in parts else UNFIT
     if kind is Any:
         return value
-    if kind is Path:
-        return Path(value) if isinstance(value, str | Path) else UNFIT
+    if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, dict):
+        return kind(**value)
+    if kind in (str, Path):
+        return kind(value) if isinstance(value, str | Path) else UNFIT
     if kind is float:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else UNFIT
     if kind is int and isinstance(value, bool):

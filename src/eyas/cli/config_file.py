@@ -5,17 +5,17 @@
     prepared_data: out/dataset
     output_dir: out/states
     layer_ids: [2, 18, 33]
-    final: true
 
     eyas extract --config extract.yaml --output-dir elsewhere
 
-Keys are the flags without their dashes, `-` or `_` alike. The file becomes flags before the command line is parsed, so that types,
-defaults and errors are those of the flags themselves.
+Keys are the flags without their dashes, `-` or `_` alike. The file becomes flags before the command line is parsed and kept in the
+run's record, so that values are checked as if typed, and a run is resumed as it was, here or on another host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ from eyas.base.errors import InputError
 FLAG = "--config"
 
 
-def expand_config(arguments: list[str], flags_of: Callable[[list[str]], set[str]] | None = None) -> list[str]:
+def expand_config(arguments: list[str], flags: Collection[str]) -> list[str]:
     """Replace `--config FILE` by the flags that the file holds.
 
     Args:
-        flags_of: the flags (`--final`, `--no-final` ...) of the command that some arguments name; None to take any key as a flag.
+        arguments: of one command, without its name. flags: those that the command has.
 
     Raises:
-        InputError: no file named, not readable, not a mapping of flags, a key that is no flag of the command, or a value that no flag can take.
+        InputError: no file named, not readable, not a mapping of flags, or a key that is not a flag of the command.
     """
     # `--config=FILE` is `--config FILE`
     arguments = [part for one in arguments for part in (one.split("=", 1) if one.startswith(FLAG + "=") else [one])]
@@ -43,24 +43,12 @@ def expand_config(arguments: list[str], flags_of: Callable[[list[str]], set[str]
     if at + 1 >= len(arguments):
         raise InputError(f"{FLAG} names no file", f"{FLAG} run.yaml")
     path, rest = Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
-    typed = {
-        _flag(argument.removeprefix("--no-").removeprefix("--").split("=")[0])
-        for argument in rest
-        if argument.startswith("--")
-    }
-    known = flags_of(rest) if flags_of is not None else set()
-    flags: list[str] = []
-    for key, value in _read(path).items():
-        name = f"--{_flag(key)}"
-        if known and name not in known:
-            raise InputError(
-                f"{FLAG} {path}: `{key}` is no flag of `eyas {rest[0]}`", f"`eyas {rest[0]} --help` shows the flags"
-            )
-        if value is False and known and f"--no-{_flag(key)}" not in known:
-            continue  # a flag that is only ever switched on, and is not
-        if _flag(key) not in typed:
-            flags += _as_flags(path, key, value)
-    return rest[:at] + flags + rest[at:]
+    typed = {one.removeprefix("--no-").removeprefix("--").split("=")[0] for one in rest if one.startswith("--")}
+    values = {key.replace("_", "-"): value for key, value in _read(path).items()}
+    unknown = [key for key in values if f"--{key}" not in flags]
+    if unknown:
+        raise InputError(f"{FLAG} {path}: no flag is called {', '.join(unknown)}", "--help shows the command's flags")
+    return rest + [word for key, value in values.items() if key not in typed for word in _as_words(key, value)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -77,20 +65,12 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _flag(key: str) -> str:
-    return key.replace("_", "-")
-
-
-def _as_flags(path: Path, key: str, value: Any) -> list[str]:
-    name = f"--{_flag(key)}"
+def _as_words(key: str, value: Any) -> list[str]:
+    """A flag and its value as typed; nothing for null."""
     if value is None:
         return []
     if isinstance(value, bool):
-        return [name if value else f"--no-{_flag(key)}"]
-    if isinstance(value, list):
-        return [part for one in value for part in (name, str(one))]
+        return [f"--{key}={str(value).lower()}"]
     if isinstance(value, dict):
-        raise InputError(
-            f"{FLAG} {path}: {key} is a mapping, which no flag takes", "write JSON text for flags that take JSON"
-        )
-    return [name, str(value)]
+        return [f"--{key}={json.dumps(value)}"]
+    return [f"--{key}={one}" for one in (value if isinstance(value, list) else [value])]

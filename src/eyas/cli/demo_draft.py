@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import StoreError
-from eyas.data.generators import Sampling
-from eyas.data.regeneration import RegenerateSettings, regenerate
-from eyas.engines.generation import TransformersGenerator
+from eyas.data.settings import RegenerateSettings, Sampling
+from eyas.engines.regenerate import regenerate
 from eyas.evaluation.acceptance import evaluate
+from eyas.evaluation.settings import EvalSettings
 from eyas.evaluation.statistics import interval_text
 from eyas.extraction.extract import extract
+from eyas.extraction.settings import ExtractSettings
+from eyas.gates.settings import VerifySettings
 from eyas.gates.verification import verify
 from eyas.target.embedded import EMBEDDED_NAME
 from eyas.training.settings import TrainSettings
@@ -71,42 +73,46 @@ def narrow_domain_draft(
         StoreError: the store does not verify. And whatever the stages raise.
     """
     say(f"regenerate: the target answers {problems} word problems itself, greedily")
-    sampling = Sampling(max_new_tokens=max_new_tokens)
     regenerate(
-        PROBLEMS,
-        EMBEDDED_NAME,
-        folder / "answers",
-        lambda _, stop_ids: TransformersGenerator(EMBEDDED_NAME, sampling, stop_ids, batch_size=32, dtype="bfloat16"),
-        settings=RegenerateSettings(sampling=sampling),
-        limit=problems,
+        RegenerateSettings(
+            (PROBLEMS,),
+            EMBEDDED_NAME,
+            folder / "answers",
+            sampling=Sampling(max_new_tokens=max_new_tokens),
+            batch_size=32,
+            dtype="bfloat16",
+            limit=problems,
+        )
     )
     say("extract: hidden states of the answers")
     extract(
-        model_path=EMBEDDED_NAME,
-        prepared_data=folder / "answers",
-        output_dir=folder / "states",
-        dtype="bfloat16",
+        ExtractSettings(
+            model_path=EMBEDDED_NAME,
+            prepared_data=folder / "answers",
+            output_dir=folder / "states",
+            dtype="bfloat16",
+        )
     )
     say("verify: the states of the answers")
-    checked = verify(folder / "states")
+    checked = verify(VerifySettings(folder / "states"))
     if checked.problems:
         raise StoreError(
             f"the store of answers does not verify: {checked.problems[0]}", "please report it with this output"
         )
     say("train: an EAGLE-3 draft, bf16 compute")
-    settings = TrainSettings(
-        states=folder / "states", model_path=EMBEDDED_NAME, output_dir=folder / "draft", **{**RECIPE, **training}
-    )
-    report = train(settings, progress=progress)
+    settings: dict[str, Any] = {"states": folder / "states", "output_dir": folder / "draft", **RECIPE, **training}
+    report = train(TrainSettings(model_path=EMBEDDED_NAME, **settings), progress=progress)
     say(f"eval: speculative decoding of {eval_problems} held-out problems, compared with plain decoding")
     acceptance = evaluate(
-        draft=folder / "draft",
-        model_path=EMBEDDED_NAME,
-        prompts=(HELD_OUT,),
-        chain=RECIPE["num_speculative_tokens"],
-        max_new_tokens=max_new_tokens,
-        plain=3,
-        limit=eval_problems,
+        EvalSettings(
+            draft=folder / "draft",
+            model_path=EMBEDDED_NAME,
+            prompts=(HELD_OUT,),
+            chain=RECIPE["num_speculative_tokens"],
+            max_new_tokens=max_new_tokens,
+            plain=3,
+            limit=eval_problems,
+        )
     )
     return DraftDemo(folder, report, acceptance)
 

@@ -1,9 +1,7 @@
-"""`eyas runs ...`, `eyas doctor`, `eyas report`, and what makes any other command a run (`in_run`)."""
+"""`eyas runs ...`, `eyas doctor`, `eyas report`, and what makes any other command a run (`start_run`)."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import shutil
 import sys
@@ -13,134 +11,77 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from annotated_types import Ge
+from rich.prompt import Confirm
 
 from eyas.base.errors import EXIT_INTERRUPTED, EyasError, InputError, PreflightError
+from eyas.base.settings import Flag
+from eyas.views.console import aside, out, raw
 
 if TYPE_CHECKING:
     from eyas.runs.remote import Host
     from eyas.runs.run import RunView
 
-runs_app = typer.Typer(no_args_is_help=True, help="Runs: list, follow, stop, resume them; clear up after them.")
-
-#: The command line as typed, without the program; `cli.main` sets it.
+#: The command line as given, without the program; `main` sets it.
 typed: list[str] = []
 
-_PANEL = "The run"
-RunDir = Annotated[Path | None, typer.Option(help="The run's folder. Default: a new one.", rich_help_panel=_PANEL)]
-RunId = Annotated[str | None, typer.Option(hidden=True)]
-Detach = Annotated[bool, typer.Option("--detach", help="Run in the background, past logout.", rich_help_panel=_PANEL)]
-LogLevel = Annotated[
-    str | None,
-    typer.Option(help="Of eyas's own lines, in every process: debug, info, warning, error.", rich_help_panel=_PANEL),
+HostName = Annotated[str | None, Flag("host", help="Do this on that host (user@box), over ssh.")]
+HostCommand = Annotated[str | None, Flag(env="EYAS_REMOTE_COMMAND", help="How eyas is called there. Default: eyas.")]
+RunName = Annotated[
+    str, Flag(positional=True, help="A run's id, the beginning or end of it, its directory, or `last`.")
 ]
-StallAfter = Annotated[
-    float,
-    typer.Option(min=0, help="Seconds without progress until the watchdog acts; 0: never.", rich_help_panel=_PANEL),
-]
-OnStall = Annotated[
-    str, typer.Option(help="report (stacks into the logs) or stop (that, then end).", rich_help_panel=_PANEL)
-]
-HostName = Annotated[
-    str | None, typer.Option("--host", help="Run there over ssh (user@box), detached.", rich_help_panel=_PANEL)
-]
-RunHost = Annotated[
-    str | None,
-    typer.Option("--host", help="The host on which the run is (user@box), over ssh.", rich_help_panel=_PANEL),
-]
-ThereName = Annotated[str | None, typer.Option("--host", help="Do this on that host (user@box), over ssh.")]
-HostDir = Annotated[str | None, typer.Option(help="Folder on the host to run in.", rich_help_panel=_PANEL)]
-HostCommand = Annotated[
-    str | None,
-    typer.Option(envvar="EYAS_REMOTE_COMMAND", help="How eyas is called there. Default: eyas.", rich_help_panel=_PANEL),
-]
-
-_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "run_dir": (RunDir, None),
-    "run_id": (RunId, None),
-    "detach": (Detach, False),
-    "log_level": (LogLevel, None),
-    "stall_after": (StallAfter, 1800.0),
-    "on_stall": (OnStall, "report"),
-    "host": (HostName, None),
-    "host_dir": (HostDir, None),
-    "host_command": (HostCommand, None),
-}
+Detach = Annotated[bool, Flag(help="Run in the background, past logout.")]
 
 
-def in_run(function: Callable[..., None], name: str | None = None) -> Callable[..., None]:
-    """Make a command a run: adds the options above, and does what the command does inside `runs.start`.
+def start_run(
+    name: str,
+    call: Callable[[], int | None],
+    facts: dict[str, Any],
+    *,
+    run_dir: Path | None,
+    run_id: str | None,
+    detach: bool,
+    log_level: str | None,
+    stall_after: float,
+    on_stall: str,
+    host: str | None,
+    host_dir: str | None,
+    host_command: str | None,
+) -> None:
+    """Do `call` inside a run; or start `typed` as one in the background, here or on another host.
 
-    Put it between `@app.command()` and the function. Inside, `runs.report_progress(...)` is the heartbeat.
+    Args:
+        facts: what goes into `run.json`. call: returns the command's exit code, or None for 0.
     """
-
-    @functools.wraps(function)
-    def command(**arguments: Any) -> None:
-        chosen = {name: arguments.pop(name) for name in _OPTIONS}
-        _start(function, name or function.__name__, chosen, arguments)
-
-    signature = inspect.signature(function, eval_str=True)
-    extra = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _OPTIONS.items()
-    ]
-    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *extra])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in command.__signature__.parameters.values()}  # type: ignore[attr-defined]
-    return command
-
-
-def _start(function: Callable[..., None], name: str, chosen: dict[str, Any], arguments: dict[str, Any]) -> None:
     from eyas.runs import background, remote
     from eyas.runs import run as runs
 
-    if chosen["on_stall"] not in ("report", "stop"):
-        raise InputError(f"--on-stall {chosen['on_stall']} is unknown", "report or stop")
-    if chosen["host"]:
-        host = remote.host_of(chosen["host"], chosen["host_command"], chosen["host_dir"])
-        run_id = chosen["run_id"] or runs.new_run_id(name)
-        record = remote.start_there(host, background.without_flags(typed), run_id)
-        typer.echo(f"run {run_id} is {record['state']} on {host.destination}")
-        typer.echo(f"  follow it: eyas runs logs {run_id} -f --host {host.destination}", err=True)
+    arguments = background.without_flags(typed)
+    if host:
+        there = remote.host_of(host, host_command, host_dir)
+        run_id = run_id or runs.new_run_id(name)
+        record = remote.start_there(there, arguments, run_id)
+        raw(f"run {run_id} is {record['state']} on {there.destination}")
+        aside(f"  follow it: eyas runs logs {run_id} -f --host {there.destination}")
         return
-    if chosen["detach"]:
-        view = background.detach(name, background.without_flags(typed), chosen["run_dir"], chosen["run_id"])
-        typer.echo(view.id)
-        typer.echo(f"  follow it: eyas runs logs {view.id} -f   stop it: eyas runs stop {view.id}", err=True)
+    if detach:
+        view = background.detach(name, arguments, run_dir, run_id)
+        raw(view.id)
+        aside(f"  follow it: eyas runs logs {view.id} -f   stop it: eyas runs stop {view.id}")
         return
-    if chosen["log_level"]:
-        _show_level(chosen["log_level"])
-    facts = {key: str(arguments[key]) for key in ("output_dir", "model_path", "prepared_data") if arguments.get(key)}
-    if "output_dir" in facts:
-        facts["output_dir"] = str(Path(facts["output_dir"]).absolute())
+    facts = {key: str(Path(value).absolute() if key == "output_dir" else value) for key, value in facts.items()}
+    chosen: dict[str, Any] = {"run_dir": run_dir, "run_id": run_id, "log_level": log_level}
     try:
-        with runs.start(
-            name,
-            list(typed),
-            run_dir=chosen["run_dir"],
-            run_id=chosen["run_id"],
-            log_level=chosen["log_level"],
-            stall_after=chosen["stall_after"],
-            on_stall=chosen["on_stall"],
-            **facts,
-        ):
-            function(**arguments)
+        with runs.start(name, list(typed), stall_after=stall_after, on_stall=on_stall, **chosen, **facts):
+            code = call() or 0
+            if code:
+                sys.exit(code)
     except KeyboardInterrupt:
-        typer.secho("stopped; the same command goes on from what is finished", fg="yellow", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-def _show_level(name: str) -> None:
-    from eyas.runs import log_records
-
-    try:
-        log_records.log_to_terminal(log_records.level_number(name))
-    except ValueError as error:
-        raise InputError(str(error), "give --log-level one of those") from None
+        aside("stopped; rerun the same command to resume", "yellow")
+        sys.exit(EXIT_INTERRUPTED)
 
 
 # --- eyas runs ... -----------------------------------------------------------------------------------------------------------
-
-RunName = Annotated[str, typer.Argument(help="A run's id, the beginning or end of it, its folder, or `last`.")]
 
 
 def _there(host: str | None, command: str | None) -> Host | None:
@@ -153,7 +94,7 @@ def _pass(host: Host) -> None:
     """Give the whole command to the host and end with its exit code."""
     from eyas.runs import background, remote
 
-    raise typer.Exit(remote.pass_through(host, background.without_flags(typed)))
+    sys.exit(remote.pass_through(host, background.without_flags(typed)))
 
 
 def describe(view: RunView) -> dict[str, Any]:
@@ -168,12 +109,11 @@ def describe(view: RunView) -> dict[str, Any]:
     }
 
 
-@runs_app.command("list")
 def list_(
-    host: ThereName = None,
+    host: HostName = None,
     host_command: HostCommand = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    limit: Annotated[int, typer.Option(min=0, help="How many, newest first; 0: all.")] = 20,
+    as_json: Annotated[bool, Flag("json", help="One JSON object per line.")] = False,
+    limit: Annotated[int, Ge(0), Flag(help="How many, newest first; 0: all.")] = 20,
 ) -> None:
     """The runs of this machine, newest first: state, progress, rate."""
     from eyas.runs import run as runs
@@ -185,24 +125,23 @@ def list_(
     views = runs.list_runs()
     if as_json:
         for view in views[: limit or None]:
-            typer.echo(json.dumps(describe(view)))
+            raw(json.dumps(describe(view)))
         return
     if not views:
-        typer.echo(f"no runs yet (they will be in {runs.runs_folder()})")
+        raw(f"no runs yet (they will be in {runs.runs_folder()})")
         return
     shown = views[: limit or None]
     for line in run_table.table(shown, shutil.get_terminal_size((run_table.WIDE, 24)).columns):
-        typer.echo(line)
+        out.print(line, soft_wrap=True)
     if len(views) > limit > 0:
-        typer.echo(f"and {len(views) - limit} more: --limit 0")
+        raw(f"and {len(views) - limit} more: --limit 0")
 
 
-@runs_app.command()
 def show(
     run: RunName,
-    host: RunHost = None,
+    host: HostName = None,
     host_command: HostCommand = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, Flag("json", help="As JSON.")] = False,
 ) -> None:
     """One run: what it was, how far it is, where it lies, and what went wrong first."""
     from eyas.runs import run as runs
@@ -216,7 +155,7 @@ def show(
         _pass(there)
     view = runs.find(run)
     if as_json:
-        typer.echo(json.dumps(describe(view)))
+        raw(json.dumps(describe(view)))
         return
     record, progress = view.record, view.progress
     rows = [
@@ -240,20 +179,19 @@ def show(
     console.show_rows(rows, whole=("command",))
     causes = [cause for cause in first_causes(view.folder) if cause.role != "driver" or view.state != "finished"]
     if causes and view.state not in ("running", "finished"):
-        typer.echo(format_causes(causes))
+        raw(format_causes(causes))
 
 
-@runs_app.command()
 def logs(
     run: RunName,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    rank: Annotated[list[int] | None, typer.Option(help="Only these ranks.")] = None,
-    role: Annotated[list[str] | None, typer.Option(help="Only these: driver, engine, rank, keeper ...")] = None,
-    level: Annotated[str | None, typer.Option(help="At least this level.")] = None,
-    grep: Annotated[str | None, typer.Option(help="Only lines that fit this regular expression.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    after: Annotated[str | None, typer.Option(hidden=True)] = None,
-    host: RunHost = None,
+    follow: Annotated[bool, Flag(short="-f", help="Go on until the run ends.")] = False,
+    rank: Annotated[tuple[int, ...] | None, Flag(help="Only these ranks.")] = None,
+    role: Annotated[tuple[str, ...] | None, Flag(help="Only these: driver, engine, rank, keeper ...")] = None,
+    level: Annotated[str | None, Flag(help="At least this level.")] = None,
+    grep: Annotated[str | None, Flag(help="Only lines that fit this regular expression.")] = None,
+    as_json: Annotated[bool, Flag("json", help="One JSON object per line.")] = False,
+    after: Annotated[str | None, Flag(hidden=True)] = None,
+    host: HostName = None,
     host_command: HostCommand = None,
 ) -> None:
     """What every process of a run said, merged by time."""
@@ -294,7 +232,7 @@ def logs(
     except BrokenPipeError:
         sys.stderr.close()  # `| head`: enough was read
     except KeyboardInterrupt:
-        raise typer.Exit(0) from None  # the reader has seen enough; the run goes on
+        sys.exit(0)  # the reader has seen enough; the run goes on
 
 
 def _over(view: RunView) -> Callable[[], bool]:
@@ -321,16 +259,15 @@ def _logs_there(host: Host, print_line: Callable[[Any], None]) -> None:
         host,
         arguments,
         lambda data: print_line(loglines.from_json(data)),
-        lambda text: typer.secho(text, fg="yellow", err=True),
+        lambda text: aside(text, "yellow"),
     )
-    raise typer.Exit(code)
+    sys.exit(code)
 
 
-@runs_app.command()
 def stop(
     run: RunName,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds for the gentle end before the firm one.")] = 30.0,
-    host: RunHost = None,
+    grace: Annotated[float, Ge(0), Flag(help="Seconds for the gentle end before the firm one.")] = 30.0,
+    host: HostName = None,
     host_command: HostCommand = None,
 ) -> None:
     """End a run: gently (shard finished, resumable), then firmly; then prove that nothing of it is left."""
@@ -341,19 +278,18 @@ def stop(
     if there:
         _pass(there)
     view = runs.find(run)
-    typer.echo(f"stopping run {view.id} ({view.state}) ...", err=True)
+    aside(f"stopping run {view.id} ({view.state}) ...")
     report = stop_run(view.folder, grace=grace)
     for line in report.lines():
-        typer.echo(line)
+        raw(line)
     if not report.clean:
         raise EyasError(f"something of run {view.id} is left, see above", "`eyas doctor` shows who holds what")
 
 
-@runs_app.command()
 def resume(
     run: RunName,
     detach: Detach = False,
-    host: RunHost = None,
+    host: HostName = None,
     host_command: HostCommand = None,
 ) -> None:
     """Give an interrupted run's command again, where it was given; what is finished is kept."""
@@ -365,24 +301,24 @@ def resume(
         remote_line = background.without_flags(typed)
         from eyas.runs import remote
 
-        raise typer.Exit(remote.pass_through(there, [*remote_line, "--detach"]))
+        sys.exit(remote.pass_through(there, [*remote_line, "--detach"]))
     if not detach:
         background.resume_here(runs.find(run))
     view = background.resume(runs.find(run))
-    typer.echo(view.id)
-    typer.echo(f"  follow it: eyas runs logs {view.id} -f", err=True)
+    raw(view.id)
+    aside(f"  follow it: eyas runs logs {view.id} -f")
 
 
-@runs_app.command()
 def clean(
-    run: Annotated[list[str] | None, typer.Argument(help="Only these runs. Default: all that are over.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show.")] = False,
-    older_than: Annotated[
-        float | None,
-        typer.Option(min=0, help="Also delete the folders of runs that ended this many days ago or earlier."),
+    run: Annotated[
+        tuple[str, ...] | None, Flag(positional=True, help="Only these runs. Default: all that are over.")
     ] = None,
-    host: ThereName = None,
+    yes: Annotated[bool, Flag(short="-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, Flag(help="Only show.")] = False,
+    older_than: Annotated[
+        float | None, Ge(0), Flag(help="Also delete the folders of runs that ended this many days ago or earlier.")
+    ] = None,
+    host: HostName = None,
     host_command: HostCommand = None,
 ) -> None:
     """Remove what runs that are over left behind (processes, shared memory, half shards): only eyas's own, after showing it."""
@@ -398,16 +334,16 @@ def clean(
             raise InputError(f"run {view.id} is {view.state}", f"`eyas runs stop {view.id}` first")
     items = stopping.leftovers(views, older_than)
     if not items:
-        typer.echo("nothing is left of any run that is over")
+        raw("nothing is left of any run that is over")
         return
     for item in items:
-        typer.echo(f"{item.kind:<8} {item.what}   (run {item.run})")
+        raw(f"{item.kind:<8} {item.what}   (run {item.run})")
     if dry_run:
         return
-    if not yes and not typer.confirm(f"remove these {len(items)}?"):
-        raise typer.Exit(0)
+    if not yes and not (sys.stdin.isatty() and Confirm.ask(f"remove these {len(items)}?")):
+        return
     left = stopping.clean(items)
-    typer.echo(f"removed {len(items) - len(left)}")
+    raw(f"removed {len(items) - len(left)}")
     if left:
         raise EyasError(
             "not removed: " + "; ".join(item.what for item in left), "another user's, or stuck in the kernel"
@@ -418,12 +354,12 @@ def clean(
 
 
 def doctor(
-    output_dir: Annotated[Path | None, typer.Option(help="Where states would go; its disk is measured.")] = None,
-    model_path: Annotated[str | None, typer.Option(help="Check this model's weights and predict memory.")] = None,
-    prepared_data: Annotated[str | None, typer.Option(help="Predict the disk for this dataset.")] = None,
-    tp_size: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks to reckon with.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="No write test.")] = False,
-    host: ThereName = None,
+    output_dir: Annotated[Path | None, Flag(help="Where states would go; its disk is measured.")] = None,
+    model_path: Annotated[str | None, Flag(help="Check this model's weights and predict memory.")] = None,
+    prepared_data: Annotated[str | None, Flag(help="Predict the disk for this dataset.")] = None,
+    tp_size: Annotated[int, Ge(1), Flag(help="Tensor parallel ranks to reckon with.")] = 1,
+    quick: Annotated[bool, Flag(help="No write test.")] = False,
+    host: HostName = None,
     host_command: HostCommand = None,
 ) -> None:
     """What this machine has against what a run needs, and what earlier runs left behind."""
@@ -445,7 +381,7 @@ def doctor(
 
 def report(
     run: RunName,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The page. Default: RUN.html here.")] = None,
+    output: Annotated[Path | None, Flag(short="-o", help="The page. Default: RUN.html here.")] = None,
 ) -> None:
     """Write one self-contained HTML page of a run: what ran, where, rates, norms, parity, what was not written, warnings."""
     from eyas.runs import run as runs
@@ -457,4 +393,4 @@ def report(
         write_report(view, path)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}", "name another --output") from None
-    typer.echo(str(path))
+    raw(str(path))

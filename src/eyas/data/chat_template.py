@@ -24,9 +24,9 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from eyas.base.errors import InputError
 from eyas.data.conversations import LEFT_OUT, Conversation
 from eyas.data.generation_blocks import block_ranges, compare_blocks
 from eyas.data.placement import MaskError, Place, agree, parts_of, place_texts
+from eyas.data.settings import MaskSettings
 from eyas.data.think_blocks import (
     CLOSE_TAG,
     EMPTY_THINK,
@@ -49,30 +50,10 @@ from eyas.data.think_blocks import (
 )
 from eyas.data.token_masks import MaskedText, MaskedTokens, mask_by_offsets, shifted_mask, tokens_by_pieces
 
-Supervise = Literal["all", "assistant", "last-turn"]
-Rewritten = Literal["unroll", "skip"]
-Reasoning = Literal["keep", "drop"]
-
 #: The note of a sample with an answer that the token limit cut off when it was generated.
 UNFINISHED = "answer unfinished when it was generated"
 RESTORED = "reasoning restored"
 HEADLESS = "set behind a tool's answer without a header, as it is served"
-
-
-@dataclass(frozen=True)
-class MaskSettings:
-    """How tokens and masks are made.
-
-    supervise: `assistant` = every assistant turn, `last-turn` = only the last one, `all` = every token (the assistant's place is not derived).
-    rewritten: what becomes of an earlier turn that the full rendering shows otherwise than it was generated.
-    reasoning: `drop` leaves the reasoning of every turn out before anything is rendered.
-    chat_template_kwargs: passed to the template, as serving would (`{"enable_thinking": false}`).
-    """
-
-    supervise: Supervise = "assistant"
-    rewritten: Rewritten = "unroll"
-    reasoning: Reasoning = "keep"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:

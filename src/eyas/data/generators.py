@@ -11,20 +11,6 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn, and nothing else decides: no penalty, no top-k, whatever the model's generation_config.json says.
-
-    temperature: 0 is greedy, each token the argmax of the model's own distribution. max_new_tokens: limit for one answer.
-    top_p, seed: for temperatures above 0.
-    """
-
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Answer:
     """An answer's token ids, its end-of-turn token included when it came that far.
 

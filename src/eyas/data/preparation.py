@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -34,9 +34,11 @@ from eyas.base.errors import EyasError, FolderConflictError, InputError
 from eyas.base.files import write_json
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
+from eyas.base.settings import takes
 from eyas.data.conversations import check_columns
 from eyas.data.dataset import DatasetWriter, Sample
-from eyas.data.rows import Piece, PrepareSettings, RowMaker, RowResult, is_heldout
+from eyas.data.rows import Piece, RowMaker, RowResult, is_heldout
+from eyas.data.settings import PrepareSettings, SourceSettings
 from eyas.data.sources import DataSource, RawRow, files_of, read_rows
 from eyas.target.tokenizer import describe_shape, describe_tokenizer
 
@@ -125,13 +127,13 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _start_worker(*arguments: Any) -> None:
+def _start_worker(settings: PrepareSettings) -> None:
     global _maker
     threading.Thread(
         target=_leave_with_parent, daemon=True
     ).start()  # also when it is killed: nobody else would end this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _maker = RowMaker(*arguments)
+    _maker = RowMaker(settings)
 
 
 def _work(rows: list[RawRow]) -> list[RowResult]:
@@ -146,7 +148,7 @@ def _chunks(sources: Sequence[DataSource], limit: int | None) -> Iterator[list[R
 
 
 def _results(
-    chunks: Iterator[list[RawRow]], maker: RowMaker, workers: int, arguments: tuple[Any, ...]
+    chunks: Iterator[list[RawRow]], maker: RowMaker, workers: int, settings: PrepareSettings
 ) -> Iterator[list[RowResult]]:
     """Results in the order of the rows; worker processes are started only for inputs that repay it."""
     if workers == 1:
@@ -158,7 +160,7 @@ def _results(
         for chunk in ahead:
             yield maker(chunk)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, arguments)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (settings,))
     waiting: deque[Future[list[RowResult]]] = deque(pool.submit(_work, chunk) for chunk in ahead)
     try:
         for chunk in chunks:
@@ -179,31 +181,36 @@ def _results(
 # ---------------------------------------------------------------- the stage
 
 
-def prepare(
-    data: str | Path | Sequence[str | Path],
-    model_path: str,
-    output_dir: str | Path,
-    *,
-    settings: PrepareSettings | None = None,
-    columns: Mapping[str, str] | None = None,
-    data_config: str | None = None,
-    data_split: str = "train",
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
-    limit: int | None = None,
-    workers: int | None = None,
-    overwrite: bool = False,
-    progress: Callable[[PrepareReport], None] | None = None,
-) -> PrepareReport:
+def sources_of(settings: SourceSettings) -> list[DataSource]:
+    """What `--data` names: a packaged set, unless there is a file of that name, or whatever else it says."""
+    return [
+        DataSource(
+            str(packaged(name)) if name in PACKAGED and not Path(name).exists() else name,
+            settings.data_config,
+            settings.data_split,
+        )
+        for name in settings.data
+    ]
+
+
+def describe_source(settings: SourceSettings) -> dict[str, Any]:
+    """The input, as manifests have it."""
+    return {
+        "data": list(settings.data),
+        "columns": settings.columns,
+        "config": settings.data_config,
+        "split": settings.data_split,
+        "limit": settings.limit,
+    }
+
+
+@takes(PrepareSettings)
+def prepare(settings: PrepareSettings, *, progress: Callable[[PrepareReport], None] | None = None) -> PrepareReport:
     """Make a token dataset from chat data, with the target's tokenizer and chat template.
 
+    A held-out part is a dataset of its own in the subdirectory `heldout`.
+
     Args:
-        data: files, folders, names of packaged sets or of data sets that `datasets` can load; several are read one after another.
-        model_path: folder or hub id of the target (only its tokenizer is loaded), or `smollm2`.
-        output_dir: the dataset's folder; a held-out part is a dataset of its own in its subfolder `heldout`.
-        columns: what -> column, where a data set names them unusually (`{"messages": "dialogue"}`).
-        chat_template: Jinja text to use instead of the tokenizer's.
-        workers: tokenising processes; None = one per available core, and none for small inputs.
         progress: called with the running report after each chunk of rows.
 
     Returns:
@@ -213,30 +220,25 @@ def prepare(
         InputError: unreadable source, no template, or not one row could be used (the first reasons are named).
         FolderConflictError: the folder holds something else, or a dataset made from other input or settings, or another run writes it.
     """
-    settings, columns = settings or PrepareSettings(), dict(columns or {})
-    _check(settings, columns)
-    names = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
-    sources = [
-        DataSource(
-            str(packaged(name)) if name in PACKAGED and not Path(name).exists() else name, data_config, data_split
-        )
-        for name in names
-    ]
-    arguments = (model_path, trust_remote_code, chat_template, settings, columns)
-    maker = RowMaker(*arguments)
+    check_columns(settings.columns)
+    sources = sources_of(settings)
+    maker = RowMaker(settings)
     described: dict[str, Any] = {
-        "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
-        "tokenizer": describe_tokenizer(maker.template.tokenizer, maker.template.source, model_path),
-        "settings": json.loads(json.dumps(asdict(settings))),
+        "source": describe_source(settings),
+        "tokenizer": describe_tokenizer(maker.template.tokenizer, maker.template.source, settings.model_path),
+        "settings": settings.content(),
     }
-    folder = Path(output_dir)
+    folder = settings.output_dir
     with only_writer(folder, DATASET_FILES):
-        _clear(folder, described, overwrite)
-        passed_over = [name for source in sources for name in files_of(source)[1]]
-        report = PrepareReport(workers=workers or available_cores(), output=str(folder), files_passed_over=passed_over)
+        _clear(folder, described, settings.overwrite)
+        report = PrepareReport(
+            workers=settings.workers or available_cores(),
+            output=str(folder),
+            files_passed_over=[name for source in sources for name in files_of(source)[1]],
+        )
         sink = _Sink(folder, settings, report)
         started = time.monotonic()
-        for results in _results(_chunks(sources, limit), maker, report.workers, arguments):
+        for results in _results(_chunks(sources, settings.limit), maker, report.workers, settings):
             for result in results:
                 sink.add(result)
             report.seconds = time.monotonic() - started
@@ -247,7 +249,7 @@ def prepare(
             if report.samples:
                 raise InputError(
                     f"all {report.samples} samples fell into the held-out part",
-                    "give more data, or a smaller --heldout",
+                    "give more data, or a smaller --held-out",
                 )
             shown = (
                 "; ".join(f"{r['file']}:{r['line']}: {r['reason']}" for r in report.rejected[:3])
@@ -257,7 +259,7 @@ def prepare(
                 f"not one of {report.rows} rows could be used: {shown}",
                 "fix the data, or the template (--chat-template)",
             )
-        described["model"] = report.model = describe_shape(model_path, trust_remote_code)
+        described["model"] = report.model = describe_shape(settings.model_path, settings.trust_remote_code)
         sink.close(described)
         report.seconds = time.monotonic() - started
         log.info(
@@ -275,14 +277,6 @@ def available_cores() -> int:
 def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_value: int = 2) -> int:
     """Size of the states of `tokens` tokens: layers x hidden size x bytes a value, and 5 bytes of id and mask a token."""
     return tokens * (layers * hidden_size * bytes_per_value + 5)
-
-
-def _check(settings: PrepareSettings, columns: Mapping[str, str]) -> None:
-    check_columns(columns)
-    if settings.max_seq_len < 2:
-        raise InputError(f"--max-seq-len {settings.max_seq_len}: expected at least 2 tokens")
-    if not 0.0 <= settings.heldout < 1.0:
-        raise InputError(f"--heldout {settings.heldout}: expected a share from 0 up to, not including, 1")
 
 
 def _clear(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
@@ -308,7 +302,7 @@ class _Sink:
     def __init__(self, folder: Path, settings: PrepareSettings, report: PrepareReport):
         self.folder, self.settings, self.report = folder, settings, report
         self.writer = DatasetWriter(folder)
-        self.heldout = DatasetWriter(folder / HELDOUT) if settings.heldout else None
+        self.heldout = DatasetWriter(folder / HELDOUT) if settings.held_out else None
         self.rejected = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by close() or abandon()
         self.seen: dict[bytes, bool] = {}  # sample id -> whether it is in the held-out part
         self.counts: Counter[str] = Counter()
@@ -326,7 +320,7 @@ class _Sink:
             return
         report.kept += 1
         report.notes.update(set(result.notes))
-        apart = self.heldout is not None and is_heldout(result.key, self.settings.heldout)
+        apart = self.heldout is not None and is_heldout(result.key, self.settings.held_out)
         report.truncated += (
             any(
                 piece.cut or piece.lost or (len(piece.token_ids) == self.settings.max_seq_len and piece.truncated)
@@ -394,7 +388,7 @@ class _Sink:
                 log.warning(
                     "the held-out part is empty: %d samples are few for a share of %s",
                     report.samples,
-                    self.settings.heldout,
+                    self.settings.held_out,
                 )
                 shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
         self.writer.finish_files()

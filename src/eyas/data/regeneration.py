@@ -20,7 +20,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,29 +29,20 @@ from eyas.base.errors import FolderConflictError, InputError
 from eyas.base.files import write_json
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields
-from eyas.data.chat_template import ChatTemplate, MaskError, MaskSettings
+from eyas.data.chat_template import ChatTemplate, MaskError
 from eyas.data.conversations import Conversation, RowError, check_columns, parse_row
 from eyas.data.dataset import DatasetWriter, Sample
-from eyas.data.generators import Answer, Generator, Sampling
-from eyas.data.preparation import PACKAGED, REJECTED, packaged
+from eyas.data.generators import Answer, Generator
+from eyas.data.preparation import REJECTED, describe_source, sources_of
 from eyas.data.rows import is_heldout, split_key
-from eyas.data.sources import DataSource, RawRow, Unreadable, read_rows
+from eyas.data.settings import MaskSettings, RegenerateSettings
+from eyas.data.sources import RawRow, Unreadable, read_rows
 from eyas.target.tokenizer import describe_shape, describe_tokenizer, load_tokenizer, stop_ids
 
 log = logging.getLogger(__name__)
 
 ANSWERS, CONVERSATIONS, RUN = "answers.jsonl", "conversations.jsonl", "regeneration.json"
 DATASET_FILES = {MANIFEST, "data-*.parquet", ANSWERS, CONVERSATIONS, RUN, REJECTED, "heldout", ".*.tmp"}
-
-
-@dataclass(frozen=True)
-class RegenerateSettings:
-    """What decides the answers. max_seq_len: prompt and answer together. heldout: as in `eyas prepare`."""
-
-    max_seq_len: int = 2048
-    sampling: Sampling = field(default_factory=Sampling)
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    heldout: float = 0.0
 
 
 @dataclass
@@ -189,50 +180,31 @@ def samples_of(turns: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[in
 
 
 def regenerate(
-    data: str | Path | Sequence[str | Path],
-    model_path: str,
-    output_dir: str | Path,
+    settings: RegenerateSettings,
     generator: Callable[[ChatTemplate, list[int]], Generator],
     *,
-    settings: RegenerateSettings | None = None,
-    columns: Mapping[str, str] | None = None,
-    data_config: str | None = None,
-    data_split: str = "train",
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
-    limit: int | None = None,
-    window: int = 256,
-    seconds: float | None = None,
     progress: Callable[[RegenerateReport], None] | None = None,
 ) -> RegenerateReport:
     """Answer the prompts of chat data with the target itself and write the dataset.
 
     Args:
         generator: makes the one who answers, from the template and the tokens that end a turn (see `eyas.engines.generation`).
-        window: conversations that are answered together; their turns go on in step. The rest as in `eyas.prepare`.
-        seconds: begin no further window after so long (one is always answered); the dataset is made of what has been answered, and the same call goes on from there.
+        progress: called with the running report after each window of conversations.
 
     Raises:
         InputError: unreadable source, no template, or nothing could be answered.
-        EngineError: the generator failed; what was answered is kept, the same call goes on from there.
+        EngineError: the generator failed; what was answered is kept, the same call resumes.
         FolderConflictError: the folder holds something else, or answers of another model or with other settings, or another run writes it.
     """
-    settings, columns = settings or RegenerateSettings(), dict(columns or {})
-    check_columns(columns)
-    names = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
-    sources = [
-        DataSource(
-            str(packaged(name)) if name in PACKAGED and not Path(name).exists() else name, data_config, data_split
-        )
-        for name in names
-    ]
+    check_columns(settings.columns)
     mask = MaskSettings(chat_template_kwargs=settings.chat_template_kwargs)
-    template = ChatTemplate(load_tokenizer(model_path, trust_remote_code), mask, chat_template)
-    folder = Path(output_dir)
+    tokenizer = load_tokenizer(settings.model_path, settings.trust_remote_code)
+    template = ChatTemplate(tokenizer, mask, settings.template_text())
+    folder = settings.output_dir
     described = {
-        "source": {"data": names, "columns": columns, "config": data_config, "split": data_split, "limit": limit},
-        "tokenizer": describe_tokenizer(template.tokenizer, template.source, model_path),
-        "settings": json.loads(json.dumps(asdict(settings))),
+        "source": describe_source(settings),
+        "tokenizer": describe_tokenizer(template.tokenizer, template.source, settings.model_path),
+        "settings": settings.content(),
     }
     with only_writer(folder, DATASET_FILES):
         done = _resume(folder, described)
@@ -241,14 +213,18 @@ def regenerate(
         answerer: Generator | None = None
         rejected: dict[str, str] = {}
         try:
-            dialogues = _open(sources, columns, template, settings, limit, set(done), report, rejected)
+            dialogues = _open(template, settings, set(done), report, rejected)
             with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
-                for number, batch in enumerate(iter(lambda: list(islice(dialogues, window)), [])):
-                    if number and seconds is not None and time.monotonic() - started >= seconds:
+                for number, batch in enumerate(
+                    iter(lambda: list(islice(dialogues, settings.conversations_at_once)), [])
+                ):
+                    if number and settings.seconds is not None and time.monotonic() - started >= settings.seconds:
                         report.out_of_time = True
                         break
                     if answerer is None:
-                        answerer = generator(template, sorted({*template.end_of_turn_ids(), *stop_ids(model_path)}))
+                        answerer = generator(
+                            template, sorted({*template.end_of_turn_ids(), *stop_ids(settings.model_path)})
+                        )
                         write_json(folder / RUN, described | {"engine": answerer.description})
                     for one in _answered(batch, answerer, template, settings, number, report):
                         if one.problem is not None:
@@ -275,7 +251,7 @@ def regenerate(
                 answerer.close()
         engine = json.loads((folder / RUN).read_text(encoding="utf-8")).get("engine")
         _write_rejected(folder, rejected)
-        _write_dataset(folder, described, engine, report, model_path, trust_remote_code)
+        _write_dataset(folder, described, engine, report, settings)
         report.seconds = time.monotonic() - started
         return report
 
@@ -313,23 +289,22 @@ def _resume(folder: Path, described: dict[str, Any]) -> list[str]:
 
 
 def _open(
-    sources: Sequence[DataSource],
-    columns: Mapping[str, str],
     template: ChatTemplate,
     settings: RegenerateSettings,
-    limit: int | None,
     done: set[str],
     report: RegenerateReport,
     rejected: dict[str, str],
 ) -> Iterator[Dialogue]:
     """The conversations still to be answered, each with its first prompt."""
-    rows: Iterator[RawRow] = islice((row for source in sources for row in read_rows(source)), limit)
+    rows: Iterator[RawRow] = islice(
+        (row for source in sources_of(settings) for row in read_rows(source)), settings.limit
+    )
     seen: set[str] = set()
     for row in rows:
         report.rows += 1
         report.broken_sources += isinstance(row.data, Unreadable)
         try:
-            item = parse_row(row, columns, need_answer=False)
+            item = parse_row(row, settings.columns, need_answer=False)
             if not isinstance(item, Conversation):
                 raise RowError("tokens already: there is no text to answer")
         except RowError as error:
@@ -344,7 +319,7 @@ def _open(
         seen.add(key)
         if key in done:
             continue
-        part = "heldout" if settings.heldout and is_heldout(split_key(item), settings.heldout) else "train"
+        part = "heldout" if settings.held_out and is_heldout(split_key(item), settings.held_out) else "train"
         one = Dialogue(key, row.source, item.tools, list(item.messages), part)
         if one.advance(template, settings.max_seq_len):
             yield one
@@ -390,8 +365,7 @@ def _write_dataset(
     described: dict[str, Any],
     engine: dict[str, Any] | None,
     report: RegenerateReport,
-    model_path: str,
-    trust_remote_code: bool,
+    settings: RegenerateSettings,
 ) -> None:
     """The dataset from `answers.jsonl`, and the conversations as text beside it (for reading; the tokens are the dataset's)."""
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -434,7 +408,7 @@ def _write_dataset(
         "out_of_time": report.out_of_time,
         "finish_reasons": dict(reasons),
     }
-    shape = describe_shape(model_path, trust_remote_code)
+    shape = describe_shape(settings.model_path, settings.trust_remote_code)
     for part, writer in writers.items():
         manifest = writer.close(
             source=described["source"],

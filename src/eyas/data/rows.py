@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
@@ -12,30 +12,13 @@ from typing import Literal
 import numpy as np
 
 from eyas.base.masks import runs
-from eyas.data.chat_template import UNFINISHED, ChatTemplate, MaskedTokens, MaskError, MaskSettings
+from eyas.data.chat_template import UNFINISHED, ChatTemplate, MaskedTokens, MaskError
 from eyas.data.conversations import EMPTY, LEFT_OUT, MARKED, Conversation, RowError, TokenRow, parse_row, row_of
+from eyas.data.settings import PrepareSettings
 from eyas.data.sources import RawRow, Unreadable
 from eyas.target.tokenizer import load_tokenizer, stop_tokens
 
 OnLong = Literal["truncate", "drop", "split"]
-Duplicates = Literal["once", "keep"]
-
-
-@dataclass(frozen=True)
-class PrepareSettings:
-    """What decides the content of the dataset (and so stands in its manifest).
-
-    max_seq_len: longest sample in tokens. on_long: what becomes of longer ones. heldout: share of the conversations kept apart.
-    trust_masks: whether the masks of rows that are tokens already are taken without a look at their borders.
-    duplicates: `once` = equal samples are written once with their count, `keep` = as often as they come.
-    """
-
-    max_seq_len: int = 2048
-    on_long: OnLong = "truncate"
-    mask: MaskSettings = field(default_factory=MaskSettings)
-    duplicates: Duplicates = "once"
-    heldout: float = 0.0
-    trust_masks: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,15 +70,12 @@ class RowMaker:
 
     def __init__(
         self,
-        model_path: str,
-        trust_remote_code: bool,
-        template: str | None,
         settings: PrepareSettings,
-        columns: Mapping[str, str],
     ):
-        self.settings, self.columns = settings, columns
-        tokenizer = load_tokenizer(model_path, trust_remote_code)
-        self.template = ChatTemplate(tokenizer, settings.mask, template, stop_tokens(model_path, tokenizer))
+        self.settings, self.columns = settings, settings.columns
+        tokenizer = load_tokenizer(settings.model_path, settings.trust_remote_code)
+        ends = stop_tokens(settings.model_path, tokenizer)
+        self.template = ChatTemplate(tokenizer, settings.mask, settings.template_text(), ends)
 
     def __call__(self, rows: Sequence[RawRow]) -> list[RowResult]:
         parsed, texts = [], []

@@ -15,7 +15,8 @@ from itertools import count
 from typing import Any
 
 from eyas.base.errors import EngineError, InputError
-from eyas.data.generators import Answer, Sampling
+from eyas.data.generators import Answer
+from eyas.data.settings import Sampling
 from eyas.engines.generation import CHECKED_ANSWERS, require_argmax
 
 #: What switches off all that may stand between the model's distribution and the choice, by the names of OpenAI, vLLM, SGLang and llama.cpp.

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.base.errors import EngineError, InputError
-from eyas.data.generators import Answer, Sampling
+from eyas.data.generators import Answer
+from eyas.data.settings import Sampling
 from eyas.target.embedded import resolve_model_path
 from eyas.target.model_files import describe_model
 

@@ -20,8 +20,10 @@ import torch
 from eyas.base.errors import DiskFullError, EngineError, EyasError, InputError, PreflightError, StoreError
 from eyas.base.locks import manifest_lock
 from eyas.base.manifest import differing_fields, now, read_manifest
+from eyas.base.settings import takes
 from eyas.data.dataset import Sample, sample_id
 from eyas.gates.preflight import refuse_failures
+from eyas.gates.settings import VerifySettings
 from eyas.store.checksums import checksums_of
 from eyas.store.format import (
     FORMAT_VERSION,
@@ -68,22 +70,11 @@ class VerifyReport:
     problems: list[str] = field(default_factory=list)
 
 
-def verify(
-    path: str | Path,
-    model_path: str | None = None,
-    *,
-    recompute: int = 4,
-    seed: int | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    on_shard: Callable[[str, int, int], None] | None = None,
-) -> VerifyReport:
+@takes(VerifySettings)
+def verify(settings: VerifySettings, *, on_shard: Callable[[str, int, int], None] | None = None) -> VerifyReport:
     """Check a store; see the module's opening for what.
 
     Args:
-        path: the store's folder.
-        model_path: the target; default: the one the manifest names, if it is here.
-        recompute: how many samples to recompute, 0 for none. seed: which (default: other ones each time, told in the report).
         on_shard: called with (name, how many done, how many in all).
 
     Returns:
@@ -92,7 +83,7 @@ def verify(
     Raises:
         StoreError: no store at all, or one whose run has not finished. InputError: `model_path` is no model.
     """
-    folder = Path(path)
+    folder, model_path, recompute = settings.store, settings.model_path, settings.recompute
     manifest = read_manifest(folder, KIND, FORMAT_VERSION)
     if manifest["status"] == "open":
         raise StoreError(
@@ -101,7 +92,7 @@ def verify(
         )
     info: ModelInfo | None = None
     if recompute and model_path is not None:  # before hours of reading, and no fault of the store
-        info = describe_model(resolve_model_path(model_path), model_path, trust_remote_code=trust_remote_code)
+        info = describe_model(resolve_model_path(model_path), model_path, trust_remote_code=settings.trust_remote_code)
         lines = _model_differs(manifest, info)
         if lines:
             raise InputError(
@@ -129,7 +120,7 @@ def verify(
     _check_totals(folder, manifest, report)
     report.whole = not report.problems
     if recompute and report.whole:
-        _recompute(report, manifest, info, recompute, seed, device, trust_remote_code)
+        _recompute(report, manifest, info, recompute, settings.seed, settings.device, settings.trust_remote_code)
     elif not recompute:
         report.recompute_note = "not recomputed: --recompute 0"
     _mark(folder, manifest, report)

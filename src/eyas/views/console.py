@@ -48,6 +48,16 @@ def say(text: str, indent: int = 0) -> None:
     out.print(escape(wrapped(text, indent)), soft_wrap=True)
 
 
+def raw(text: str) -> None:
+    """Print text as it is: no markup, no line broken, so that it can be copied and piped."""
+    out.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def aside(text: str, style: str | None = None) -> None:
+    """The same to stderr."""
+    err.print(text, style=style, soft_wrap=True, markup=False, highlight=False)
+
+
 def show_preflight(checks: Sequence[Check], title: str = "preflight") -> None:
     """The findings of gate 1, and of `eyas doctor`, each remedy below its finding."""
     out.print(f"[italic]{title}[/]")

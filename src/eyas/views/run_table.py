@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-import typer
+from rich.markup import escape
 
 from eyas.runs.run import RunView
 
@@ -33,8 +33,8 @@ def table(views: Sequence[RunView], columns: int) -> list[str]:
         began = (
             f"{_short(time.time() - created):>4}" if narrow else datetime.fromtimestamp(created).strftime("%m-%d %H:%M")
         )
-        state = typer.style(f"{view.state:<{states}}", fg=COLOURS.get(view.state))
-        lines.append(f"{view.id:<{ids}}  {state}  {began}  {_progress(view, narrow)}".rstrip())
+        state = f"[{COLOURS.get(view.state, 'default')}]{view.state:<{states}}[/]"
+        lines.append(f"{view.id:<{ids}}  {state}  {began}  {escape(_progress(view, narrow))}".rstrip())
     return lines
 
 
