@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import byte_level_tokenizer
@@ -234,34 +228,6 @@ def test_worker_processes_give_the_same_dataset(model, tmp_path):
     assert alone.samples == several.samples == n - alone.dropped
     for name in ("data-00000.parquet", "rejected.jsonl"):
         assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "several" / name).read_bytes(), name
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_with_the_process_that_is_killed(model, tmp_path, number):
-    data = rows(
-        tmp_path / "a.jsonl", *(chat(f"Question {k}", "word " * 300) for k in range(CHUNK_ROWS * CHUNKS_ALONE * 3))
-    )
-    call = (
-        f"from eyas.data.preparation import prepare; prepare({data!r}, {model!r}, {str(tmp_path / 'out')!r}, workers=2)"
-    )
-    # In its own process group, of which only the first process is killed.
-    driver = subprocess.Popen([sys.executable, "-c", f"if __name__ == '__main__':\n    {call}"], start_new_session=True)
-    try:
-        wait_until(lambda: len(psutil.Process(driver.pid).children(recursive=True)) >= 3)
-        time.sleep(1)
-        children = psutil.Process(driver.pid).children(recursive=True)
-        os.kill(driver.pid, number)
-        assert driver.wait(60) == -number
-        assert not psutil.wait_procs(children, timeout=60)[1]
-    finally:
-        driver.kill()
-
-
-def wait_until(done, seconds=120):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_a_length_limit_that_no_answer_reaches_names_itself(model, tmp_path):
