@@ -44,19 +44,3 @@ def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_
                     "model has no rows for: leave the samples that hold them out",
                 )
         yield samples
-
-
-def pick_parity_samples(
-    lengths: np.ndarray, batches: Sequence[Sequence[int]], count: int, most_tokens: int = 4096
-) -> list[int]:
-    """Positions of a few samples for gate 4: the shortest, then others spread over the dataset, while they fit in `most_tokens`."""
-    positions = [i for batch in batches for i in batch]
-    shortest = min(positions, key=lambda i: int(lengths[i]))
-    spread = [positions[k] for k in np.linspace(0, len(positions) - 1, max(count, 2)).astype(int)]
-    chosen: list[int] = []
-    tokens = 0
-    for i in [shortest, *spread]:
-        if i not in chosen and len(chosen) < count and (not chosen or tokens + int(lengths[i]) <= most_tokens):
-            chosen.append(i)
-            tokens += int(lengths[i])
-    return chosen

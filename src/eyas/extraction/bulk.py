@@ -16,10 +16,11 @@ from eyas.base.files import translate_disk_full
 from eyas.base.locks import lock_directory, manifest_lock
 from eyas.base.stop_request import StopRequest, stoppable
 from eyas.engines.base import Progress
-from eyas.extraction.batches import pick_parity_samples, read_batches
+from eyas.extraction.batches import read_batches
 from eyas.extraction.plan import Job, existing_files, plan
 from eyas.gates.parity import check_parity
 from eyas.gates.preflight import refuse_failures
+from eyas.gates.reference import pick_samples
 from eyas.store.format import ShardHeader, distinct_samples, finished_shards, validate_same_states, write_store_manifest
 from eyas.store.ledger import read_ledger, write_ledger
 
@@ -110,7 +111,8 @@ def _compute(
         engine.load(job.spec.layer_ids)
         job.spec = replace(job.spec, engine=engine.description)
         say("parity")
-        chosen = pick_parity_samples(dataset.lengths, job.batches, job.settings.parity_samples)
+        positions = [i for batch in job.batches for i in batch]
+        chosen = pick_samples(dataset.lengths, positions, job.info, job.settings.parity_samples)
         outcome.parity = check_parity(engine, next(read_batches(dataset, [chosen], job.info.vocab_size)))
         with manifest_lock(directory):
             write_store_manifest(directory, job.spec, "open", parity=outcome.parity)
