@@ -213,7 +213,7 @@ def test_ctrl_c_finishes_the_open_shard_and_says_how_to_go_on(tiny_model, token_
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_INTERRUPTED
-    assert "same command again" in errors
+    assert "Rerun the same command to resume" in errors
     kept = json.loads((folder / "manifest.json").read_text())["totals"]["samples"]
     assert 0 < kept < 1500
     assert kept == len(eyas.open_states(folder, allow_open=True))

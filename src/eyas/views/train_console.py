@@ -89,7 +89,7 @@ def show_train_report(report: TrainReport) -> None:
             rows.append((name, describe(found)))
     show_rows(rows)
     if report.interrupted:
-        err.print("stopped as asked, with a checkpoint. Run the same command again to go on.")
+        err.print("stopped as asked, with a checkpoint. Rerun the same command to resume.")
 
 
 class EvalDisplay:
