@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import eyas
 from eyas.base.errors import InputError
 from eyas.data.conversations import (
     Conversation,
@@ -22,7 +23,6 @@ from eyas.data.conversations import (
     parse_row,
 )
 from eyas.data.preparation import prepare
-from eyas.data.regeneration import regenerate
 from eyas.data.sources import DataSource, RawRow, Unreadable, files_of, read_rows
 
 
@@ -310,11 +310,10 @@ def test_what_is_wrong_in_one_row_of_an_array_is_that_rows_error(tmp_path):
         assert expected in reason
 
 
-@pytest.mark.parametrize("stage", [prepare, regenerate])
+@pytest.mark.parametrize("stage", [prepare, eyas.regenerate])
 def test_a_file_that_is_not_there_is_told_before_the_tokenizer_is_loaded(stage, tmp_path):
-    more = {} if stage is prepare else {"generator": None}
     with pytest.raises(InputError, match="no such file"):
-        stage(str(tmp_path / "none.jsonl"), str(tmp_path / "no-model"), tmp_path / "out", **more)
+        stage(data=str(tmp_path / "none.jsonl"), model_path=str(tmp_path / "no-model"), output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -197,6 +197,7 @@ def regenerate(
         FolderConflictError: the folder holds something else, or answers of another model or with other settings, or another run writes it.
     """
     check_columns(settings.columns)
+    sources_of(settings)  # one that is not there is told before the tokenizer is loaded
     mask = MaskSettings(chat_template_kwargs=settings.chat_template_kwargs)
     tokenizer = load_tokenizer(settings.model_path, settings.trust_remote_code)
     template = ChatTemplate(tokenizer, mask, settings.template_text())
