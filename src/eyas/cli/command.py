@@ -139,7 +139,7 @@ def _converted(setting: Setting, value: Any) -> Any:
     element = get_args(kind)[0]
     if element not in (str, Path):
         value = [part for text in value for part in text.split(",") if part]
-    options = get_args(element) or (element,)
+    options = (get_origin(element) is not Literal and get_args(element)) or (element,)
     return tuple(next((made for one in options for made in _read(text, one)), text) for text in value)
 
 
