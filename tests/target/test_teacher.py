@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -148,7 +149,9 @@ def test_rope_settings_old_and_new_form():
 
 
 def test_vocabulary_is_the_most_frequent_supervised_tokens():
-    counts = count_supervised([([3, 3, 9, 4, 4, 4], [1, 1, 0, 1, 1, 0]), ([7, 9], [1, 0])], 12)
+    counts = np.zeros(12, np.int64)
+    for token_ids, loss_mask in (([3, 3, 9, 4, 4, 4], [1, 1, 0, 1, 1, 0]), ([7, 9], [1, 0])):
+        count_supervised(counts, np.array(token_ids), np.array(loss_mask))
     assert counts.tolist() == [0, 0, 0, 2, 2, 0, 0, 1, 0, 0, 0, 0]
     vocabulary = choose_vocabulary(counts, 2, "hash")
     assert vocabulary.ids.tolist() == [3, 4]

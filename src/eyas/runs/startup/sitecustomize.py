@@ -9,7 +9,7 @@ import os
 import sys
 
 _here = os.path.dirname(os.path.abspath(__file__))
-_root = os.path.dirname(os.path.dirname(_here))
+_root = os.path.dirname(os.path.dirname(os.path.dirname(_here)))
 
 if os.environ.get("EYAS_RUN_DIR") and "EYAS_KEEPER_OF" not in os.environ:
     _added = _root not in sys.path
