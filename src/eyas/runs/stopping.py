@@ -134,8 +134,10 @@ def stop_run(
     find = _find(view)
     pids = {mark.pid for mark in find()} | {int(record["pid"]) for record in recorded_processes(view.folder)}
     was_over = view.ended and view.state != "lost"
+    forced = False
     if driver is not None and is_alive(driver) and not view.record.get("ended"):
         report.gentle = _ask_gently(driver, grace)
+        forced = not report.gentle
     if report.gentle:
         wait_gone(find(), 5.0)  # the engine is closing its own processes
     left = find()
@@ -147,8 +149,8 @@ def stop_run(
     report.gpu_left, report.gpu_more = _gpu_held(pids, read_json(view.folder / "gpus.json"))
     report.state = "was over" if was_over else load(folder).state
     after = load(folder)
-    if after.record.get("status") in ("running", "starting") and not report.alive:
-        # The driver can write no more, so this is the one that may.
+    # The driver can write no more, so this is the one that may. One that left only when it was forced to may have called itself stopped.
+    if after.record.get("status") in ("running", "starting", *(["stopped"] if forced else [])) and not report.alive:
         state = "stalled" if because == "stalled" else "killed"
         code = StalledError.exit_code if because == "stalled" else None
         write_json(
