@@ -1,6 +1,6 @@
 """Gate 4: are the captured states really the states of the layers that were asked for, of the model that was asked for?
 
-The evidence, whichever engine runs (docs/extract.md has the table of what each finds):
+The evidence, whichever engine runs (see docs/engines.md):
 
 1. *The same pass, by two mechanisms.* vLLM: the auxiliary interface against hooks on the decoder layers, bit for bit.
 2. *The target state of that pass* -> the teacher that training will use -> against the model's own distribution, by KL divergence.
