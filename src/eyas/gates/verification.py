@@ -39,7 +39,6 @@ from eyas.store.format import (
 )
 from eyas.store.reader import open_states
 from eyas.target.embedded import resolve_model_path
-from eyas.target.layers import describe_layer
 from eyas.target.model_files import ModelInfo, describe_model
 
 log = logging.getLogger(__name__)
@@ -333,11 +332,3 @@ def _write_mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) ->
         "problems": report.problems[:20],
     }
     write_store_manifest(folder, spec, manifest["status"], **rest)
-
-
-def describe_norms(report: VerifyReport, num_layers: int) -> list[tuple[str, str]]:
-    """(layer, `mean (min .. max)`) rows for a table."""
-    return [
-        (describe_layer(i, num_layers), f"{n['mean']:.3g} ({n['min']:.3g} .. {n['max']:.3g})")
-        for i, n in report.norms.items()
-    ]
