@@ -205,8 +205,10 @@ def test_what_the_host_refuses_comes_back_with_its_message_and_code(box, tmp_pat
     ]
     said = eyas("extract", *flags, "--host", box.destination, "--no-such-flag", code=2).stderr
     assert "--no-such-flag" in said
-    done = eyas("extract", *flags, "--on-stall", "explode", "--host", box.destination, code=3)
-    assert "explode" in done.stderr
+    said = eyas("extract", *flags, "--on-stall", "explode", "--host", box.destination, code=2).stderr
+    assert "explode" in said
+    said = eyas("extract", *flags, "--host", box.destination, code=3).stderr
+    assert "x.jsonl" in said
 
 
 @needs_sshd
@@ -283,11 +285,12 @@ def test_a_connection_broken_while_starting_never_starts_a_run_twice(box, tmp_pa
     breaking.chmod(0o755)
     monkeypatch.setenv("EYAS_SSH_COMMAND", str(breaking))
     before = len(list((box.state / "runs").iterdir())) if (box.state / "runs").exists() else 0
+    (tmp_path / "data.jsonl").write_text("{}\n")
     flags = [
         "--model-path",
         str(tmp_path / "none"),
         "--prepared-data",
-        "none.jsonl",
+        str(tmp_path / "data.jsonl"),
         "--output-dir",
         str(tmp_path / "o"),
     ]
