@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
-from torch import ones
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from eyas.base.errors import DiskFullError, InputError
 from eyas.base.files import translate_disk_full, write_text
+from eyas.base.tensors import write_tensors
 from eyas.store.ledger import read_ledger, write_ledger
 
 
@@ -23,9 +26,36 @@ def test_a_ledger_on_a_full_disk_keeps_the_old_one(small_disk: Path) -> None:
     assert not list(small_disk.glob(".*tmp"))
 
 
-def test_a_full_disk_is_recognised_in_what_safetensors_says(small_disk: Path) -> None:
-    with pytest.raises(DiskFullError), translate_disk_full(small_disk):
-        save_file({"a": ones(2_000_000)}, small_disk / "a.safetensors")
+def test_tensors_on_a_full_disk_leave_nothing_half_written(small_disk: Path) -> None:
+    with pytest.raises(DiskFullError):
+        write_tensors(small_disk / "a.safetensors", {"a": torch.ones(2_000_000)}, {})
+    assert not list(small_disk.iterdir())
+
+
+def test_tensors_are_written_as_safetensors_reads_them_and_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors' own files are for one user alone."""
+    path = tmp_path / "a.safetensors"
+    tensors = {
+        "wide": torch.arange(12.0, dtype=torch.float64).view(3, 4).t(),  # not contiguous
+        "one": torch.tensor(3.0),
+        "none": torch.zeros(0, 5, dtype=torch.bfloat16),
+        "marks": torch.tensor([True, False, True]),
+        "coded": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+    }
+    before = os.umask(0o027)
+    try:
+        write_tensors(path, tensors, {"format": "pt", "made": "here"})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        assert torch.equal(read[name].float(), tensor.float())
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "made": "here"}
 
 
 def test_errors_about_another_place_are_not_blamed_on_the_directory(tmp_path: Path) -> None:

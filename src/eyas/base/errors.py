@@ -12,64 +12,49 @@ class EyasError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, code: int) -> None:
+        cls.exit_code = code
+
     def __init__(self, what: str, remedy: str = ""):
         super().__init__(what if not remedy else f"{what}\n  -> {remedy}")
         self.what = what
         self.remedy = remedy
 
 
-class InputError(EyasError):
+class InputError(EyasError, code=3):
     """Bad input: a file, a row, a flag's value, a model directory."""
 
-    exit_code = 3
 
-
-class PreflightError(EyasError):
+class PreflightError(EyasError, code=4):
     """Gate 1: this machine, model and flags cannot give what was asked."""
 
-    exit_code = 4
 
-
-class ContractError(EyasError):
+class ContractError(EyasError, code=5):
     """A tensor on its way broke its declared shape, dtype or meaning (gates 2 and 5, and always)."""
 
-    exit_code = 5
 
-
-class ParityError(EyasError):
+class ParityError(EyasError, code=6):
     """Gate 4: the captured states are not the states of the layers that were asked for."""
 
-    exit_code = 6
 
-
-class StoreError(EyasError):
+class StoreError(EyasError, code=7):
     """A state store (or dataset) is damaged, incomplete or not what its manifest says."""
 
-    exit_code = 7
 
-
-class FolderConflictError(EyasError):
+class FolderConflictError(EyasError, code=8):
     """The output directory holds something else, or another run is writing to it."""
 
-    exit_code = 8
 
-
-class DiskFullError(EyasError):
+class DiskFullError(EyasError, code=9):
     """Not enough disk, before or while writing. What was finished is kept."""
 
-    exit_code = 9
 
-
-class EngineError(EyasError):
+class EngineError(EyasError, code=10):
     """The engine (or one of its worker processes) failed or cannot do what was asked."""
 
-    exit_code = 10
 
-
-class StalledError(EyasError):
+class StalledError(EyasError, code=11):
     """The watchdog saw no progress for the set time and stopped the run (`--on-stall stop`); finished shards are kept."""
-
-    exit_code = 11
 
 
 #: The run finished but some samples were not written: their reasons are in `ledger.jsonl`.

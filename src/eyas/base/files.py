@@ -1,4 +1,4 @@
-"""Writing into a directory so that a reader sees the old content or the new, and saying plainly why it cannot be written."""
+"""Writing into a directory so that a reader sees the old content or the new, and saying why it cannot be written."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def translate_disk_full(directory: Path, need: int | None = None, partial: Path 
     """Raise DiskFullError or InputError in place of what a full disk, or one that may not be written, makes of the block.
 
     Args:
-        need: bytes being written; with it any error of torch's or safetensors' own counts as a full disk when fewer are free.
+        need: bytes being written; with it any error, such as torch's own, counts as a full disk when fewer are free.
         partial: the half-written file or directory, removed when the block fails.
     """
     try:
         yield
     except Exception as error:
         # Asked before the partial file is gone: it is what fills the disk.
-        full = _says_full(error) or (need is not None and directory.exists() and _free(directory) < need)
+        full = (isinstance(error, OSError) and error.errno in _FULL) or (
+            need is not None and directory.exists() and shutil.disk_usage(directory).free < need
+        )
         if partial is not None and partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         elif partial is not None:
@@ -51,15 +53,6 @@ def translate_disk_full(directory: Path, need: int | None = None, partial: Path 
                 "check the path and its rights, or name another directory",
             ) from error
         raise
-
-
-def _says_full(error: Exception) -> bool:
-    """safetensors names the system's error in its text only."""
-    return (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {n})" in str(error) for n in _FULL)
-
-
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
 
 
 def _is_within(error: OSError, directory: Path) -> bool:

@@ -28,10 +28,8 @@ GROUPS = {"options": "The run"}
 NAMES = 26
 
 
-class UsageError(EyasError):
+class UsageError(EyasError, code=2):
     """The command line cannot be read: an unknown command or flag, a missing value, not one of the choices."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ map made for another dataset is refused by name (`validate_vocabulary`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.base.errors import FolderConflictError, StoreError
-from eyas.base.files import content_hash, translate_disk_full, write_json
+from eyas.base.files import content_hash, write_json
 from eyas.base.manifest import MANIFEST, made_by, now, read_manifest
+from eyas.base.tensors import write_tensors
 from eyas.drafts.eagle3.init import DraftVocabulary
 from eyas.drafts.eagle3.model import Draft, DraftConfig
 
@@ -49,12 +49,7 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
     `fields` should give `target`, `dataset_hash`, `vocabulary`, `training` and `acceptance`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}.tmp"
-    with translate_disk_full(folder, sum(x.nbytes for x in weights.values()), temporary):
-        save_file(weights, temporary, metadata={"format": "pt", "kind": KIND})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, weights, {"format": "pt", "kind": KIND})
     manifest = {
         "kind": KIND,
         "format_version": FORMAT_VERSION,

@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.base.errors import InputError
-from eyas.base.files import translate_disk_full, validate_output_directory, write_json
+from eyas.base.files import validate_output_directory, write_json
 from eyas.base.settings import takes
+from eyas.base.tensors import write_tensors
 from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
 from eyas.drafts.files import DRAFT_FILES, draft_weights, load_draft, refuse_other_draft, save_draft
 from eyas.exporting.settings import ExportSettings
@@ -82,10 +81,7 @@ def export(settings: ExportSettings) -> Path:
     kind = getattr(torch, dtype)
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".model.safetensors.{os.getpid()}.tmp"
-    with translate_disk_full(folder, sum(x.nbytes for x in weights.values()), temporary):
-        save_file(weights, temporary, metadata={"format": "pt"})
-        os.replace(temporary, folder / "model.safetensors")
+    write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
     build = speculators_config if format == "speculators" else engine_config
     write_json(folder / "config.json", build(config, dtype, target))
     (folder / "README.md").write_text(readme(format, folder, config, manifest, refusal), encoding="utf-8")

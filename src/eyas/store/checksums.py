@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from eyas.base.tensors import bytes_of
+
 #: Hex digits of one sample's checksum (xxh3-64).
 DIGITS = 16
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
-
-
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """xxh3-128 of a tensor's bytes, in hex."""
-    return xxhash.xxh3_128_hexdigest(_bytes_of(tensor))
+    return xxhash.xxh3_128_hexdigest(bytes_of(tensor))
 
 
 def rows_checksum(rows: torch.Tensor) -> str:
     """xxh3-64 of some rows' bytes, 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(_bytes_of(rows))
+    return xxhash.xxh3_64_hexdigest(bytes_of(rows))
 
 
 def row_sums(rows: torch.Tensor) -> torch.Tensor:
@@ -56,7 +53,7 @@ def checksums_of(name: str, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[
     """
     if not of_states(name):
         return tensor_checksum(tensor), None
-    data, width = _bytes_of(tensor), tensor[:1].numel() * tensor.element_size()
+    data, width = bytes_of(tensor), tensor[:1].numel() * tensor.element_size()
     whole, each = xxhash.xxh3_128(), []
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         rows = data[begin * width : end * width]

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +25,7 @@ import numpy as np
 import torch
 
 from eyas.base.errors import ContractError, StoreError
-from eyas.base.files import fsync_directory, translate_disk_full
+from eyas.base.tensors import write_tensors
 from eyas.data.dataset import Sample
 from eyas.store.checksums import checksum_metadata, row_sums
 from eyas.store.format import DTYPES, StoreSpec, ids_to_words, zero_states
@@ -396,11 +394,8 @@ def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "xb", buffering=0) as file, translate_disk_full(path.parent, partial=temporary):
-            write_safetensors(file, tensors, metadata)
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_directory(path.parent)
+        temporary.touch(exist_ok=False)
+        write_tensors(path, tensors, metadata, temporary=temporary)
     except FileExistsError:
         raise StoreError(
             f"{temporary} is half-written: another process writes shards of this name",
@@ -410,41 +405,6 @@ def write_shard_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dic
         raise StoreError(
             f"{path} could not be written: {error}", "check the disk, then rerun the same command"
         ) from error
-
-
-_DTYPE_NAMES = {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-
-
-def write_safetensors(file: Any, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write contiguous tensors in the safetensors format straight from their memory.
-
-    `safetensors.torch.save_file` (0.8) is as quick, but writes a hidden file of its own with rights for one user alone, and a killed
-    run leaves that behind without a name that says whose it is.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
-    _write_all(file, memoryview(struct.pack("<Q", len(text)) + text))
-    for _, tensor in ordered:
-        _write_all(file, tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data[: 2**26]) :]
 
 
 def quantise_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:

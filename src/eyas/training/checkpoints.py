@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from eyas.base.errors import StoreError
 from eyas.base.files import fsync_directory, translate_disk_full, write_json
+from eyas.base.tensors import write_tensors
 from eyas.drafts.eagle3.model import DraftConfig
 from eyas.drafts.files import kept_weights
 from eyas.training.ranks import Ranks
@@ -71,7 +72,7 @@ def save_checkpoint(
         if ranks.main:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
-            save_file(weights, work / "model.safetensors")
+            write_tensors(work / "model.safetensors", weights, {"format": "pt"})
             torch.save(moments, work / "optimizer.pt")
         ranks.wait()
         torch.save(_random_states(), work / f"rng-{ranks.rank}.pt")
