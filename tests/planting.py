@@ -21,7 +21,7 @@ from eyas.data.dataset import Sample
 from eyas.engines.transformers import TransformersEngine
 from eyas.engines.vllm.engine import VllmEngine
 from eyas.runs.processes import SHM, recorded_shm
-from eyas.store.format import done_samples, finished_shards
+from eyas.store.format import distinct_samples, finished_shards
 from eyas.store.reader import open_states
 
 
@@ -125,7 +125,7 @@ def killed_and_resumed(model: Path, root: Path) -> Kills:
         while (left := [n for n in recorded_shm(folder) if (SHM / n).exists()]) and time.monotonic() < deadline:
             time.sleep(0.1)
         seen.segments[victim] = left
-        seen.done[victim] = len(done_samples(seen.store))
+        seen.done[victim] = len(distinct_samples(finished_shards(seen.store)))
         with contextlib.suppress(StoreError):
             open_states(seen.store)
             seen.readable[victim] = True

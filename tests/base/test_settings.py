@@ -28,6 +28,7 @@ class Bake(Common):
     layers: tuple[int | Literal["final"], ...] | None = None
     pair: tuple[float, float] = (0.5, 1.0)
     ranks: Annotated[int, Ge(1)] | None = None
+    counts: tuple[Annotated[int, Ge(1)], ...] | None = None
     share: Annotated[float, Gt(0), Le(1), Flag("part-of-it")] = 0.5
     kind: Literal["soft", "hard"] = "soft"
     extra: dict[str, int] = field(default_factory=dict)
@@ -61,6 +62,7 @@ def test_the_signature_has_every_field_and_the_callbacks():
         ({"ranks": 0}, "--ranks is 0\n  -> it must be at least 1"),
         ({"ranks": "x"}, "--ranks is 'x'\n  -> expected: a whole number"),
         ({"ranks": True}, "expected: a whole number"),
+        ({"counts": [2, 0]}, "--counts is (2, 0)\n  -> it must be at least 1"),
         ({"share": 0}, "--part-of-it is 0\n  -> it must be above 0"),
         ({"share": 1.5}, "it must be at most 1"),
         ({"share": float("nan")}, "--part-of-it is nan"),

@@ -26,7 +26,7 @@ from eyas.engines.vllm.start import VllmSettings, ray_devices, refuse_impossible
 from eyas.runs import run as runs
 from eyas.runs.loglines import Wanted, read_lines
 from eyas.runs.processes import Mark, is_alive, processes_of_run, recorded_processes
-from eyas.store.format import done_samples, finished_shards
+from eyas.store.format import distinct_samples, finished_shards
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
@@ -166,7 +166,7 @@ def test_pipeline_stages_on_two_nodes_one_killed_then_resumed(
         time.sleep(0.1)
     assert [mark for mark in everyone if is_alive(mark)] == []
     assert_free(cluster)
-    before = done_samples(store)
+    before = distinct_samples(finished_shards(store))
     assert 0 < len(before) < len(lengths), "too quick: nothing was left to resume"
     with pytest.raises(StoreError):
         open_states(store)  # it does not pass for a finished one

@@ -43,7 +43,7 @@ from eyas.gates.parity import check_parity
 from eyas.runs import run as runs
 from eyas.runs.loglines import Wanted, first_causes, read_lines
 from eyas.runs.processes import processes_of_run
-from eyas.store.format import done_samples, finished_shards
+from eyas.store.format import distinct_samples, finished_shards
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
@@ -111,7 +111,7 @@ def assert_capture_stops(vllm: VllmEngine, planting: str, fault: int, folder: Pa
     """The planted fault ends the capture: no sample counts as written. Gives the message."""
     with planted(vllm, planting), pytest.raises(ContractError, match=names(fault)) as caught:
         capture(vllm, random_samples([60, 30, 50], seed=100 + fault), folder)
-    assert done_samples(folder) == set()
+    assert distinct_samples(finished_shards(folder)) == set()
     assert not list(folder.glob("fault-*"))
     return str(caught.value)
 
@@ -508,12 +508,12 @@ def test_f11_vllm_resumed_in_another_order(vllm: VllmEngine, tmp_path: Path) -> 
 
     first = capture(vllm, samples, tmp_path / "store", progress=progress, stop=stop)
     assert first.interrupted
-    done = done_samples(tmp_path / "store")
+    done = distinct_samples(finished_shards(tmp_path / "store"))
     assert 3 <= len(done) < 60
     second = capture(vllm, samples[::-1], tmp_path / "store", done=done)
     assert not second.rejected
     assert sum(shard["samples"] for shard in first.shards + second.shards) == 60
-    assert done_samples(tmp_path / "store") == {s.id for s in samples}
+    assert distinct_samples(finished_shards(tmp_path / "store")) == {s.id for s in samples}
 
 
 def test_f11_transformers(again: dict[str, Any]) -> None:

@@ -18,7 +18,14 @@ from safetensors.torch import save_file
 from eyas.base.errors import ContractError, DiskFullError, FolderConflictError, InputError, StoreError
 from eyas.data.dataset import Sample
 from eyas.store.checksums import row_sums
-from eyas.store.format import StoreSpec, done_samples, read_shard_header, validate_same_states, write_store_manifest
+from eyas.store.format import (
+    StoreSpec,
+    distinct_samples,
+    finished_shards,
+    read_shard_header,
+    validate_same_states,
+    write_store_manifest,
+)
 from eyas.store.reader import open_states
 from eyas.store.writer import ShardWriter, quantise_fp8
 
@@ -308,7 +315,7 @@ def test_samples_that_begin_to_fail_late_stop_the_run(tmp_path, monkeypatch):
 
     with pytest.raises(ContractError, match=r"of the last 100 samples have states that are not finite"):
         run()
-    assert len(done_samples(tmp_path)) == 400
+    assert len(distinct_samples(finished_shards(tmp_path))) == 400
 
 
 def write_from_device(writer, spec, sample, change=lambda slot: None, states=states_of):
@@ -431,7 +438,7 @@ def test_half_written_shards_do_not_count(tmp_path):
     write_store(tmp_path, samples)
     whole = sorted(tmp_path.glob("shard-*"))[1]
     whole.rename(whole.with_name(whole.name + ".tmp"))
-    assert done_samples(tmp_path) == {samples[0].id}
+    assert distinct_samples(finished_shards(tmp_path)) == {samples[0].id}
 
 
 # --- hostile files --------------------------------------------------------------------------------------------------
@@ -613,6 +620,6 @@ def test_full_disk_keeps_what_is_finished(small_disk):
 
     with pytest.raises(DiskFullError, match=r"(?s)no space left in .*rerun the same command"):
         run()
-    kept = done_samples(small_disk)
+    kept = distinct_samples(finished_shards(small_disk))
     assert 1 <= len(kept) < 12
     assert not list(small_disk.glob("*.tmp"))

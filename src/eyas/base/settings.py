@@ -126,14 +126,15 @@ class Setting:
 
 
 def _apart(annotation: Any) -> tuple[Any, list[Any]]:
-    """A type without metadata, and the metadata of it and of a union's members."""
+    """A type without metadata, and the metadata of it, of a union's members and of a list's values."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         kind, more = _apart(arguments[0])
         return kind, [*more, *arguments[1:]]
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType, tuple):  # bounds of a list are those of each of its values
         parts = [_apart(one) for one in arguments]
-        return Union[tuple(kind for kind, _ in parts)], [one for _, more in parts for one in more]  # noqa: UP007
+        whole: Any = tuple if origin is tuple else Union
+        return whole[tuple(kind for kind, _ in parts)], [one for _, more in parts for one in more]
     return annotation, []
 
 

@@ -1,0 +1,1 @@
+"""The command line: every command and its flags, out of the settings of the stages."""

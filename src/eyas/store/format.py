@@ -78,15 +78,11 @@ class StoreSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in a shard, all layers, ids, mask and scales included."""
-        return len(self.layer_ids) * self.layer_bytes_per_token + 5
-
-    @property
-    def layer_bytes_per_token(self) -> int:
-        width = self.hidden_size * STORE_DTYPES[self.store_dtype].itemsize
-        return width + 4 if self.store_dtype == "fp8" else width
+        scale = 4 if self.store_dtype == "fp8" else 0
+        return len(self.layer_ids) * (self.hidden_size * STORE_DTYPES[self.store_dtype].itemsize + scale) + 5
 
     def identity(self) -> dict[str, Any]:
-        """The fields that two runs into one folder must share: a difference means other states."""
+        """The fields that two runs into one directory must share: a difference means other states."""
         model = {k: self.model.get(k) for k in ("config_hash", "weights_hash", "num_layers", "hidden_size")}
         return {
             "model": model,
@@ -308,11 +304,6 @@ def finished_shards(directory: Path) -> list[ShardHeader]:
     return [read_shard_header(path) for path in sorted(directory.glob("shard-*.safetensors"))]
 
 
-def done_samples(directory: Path) -> set[str]:
-    """Ids of the samples in finished shards: what a resumed run need not compute again. Raises as `distinct_samples`."""
-    return distinct_samples(finished_shards(directory))
-
-
 def distinct_samples(headers: Sequence[ShardHeader]) -> set[str]:
     """Ids of the samples in some shards. Raises StoreError when two shards hold the same sample."""
     where: dict[str, Path] = {}
@@ -329,9 +320,9 @@ def distinct_samples(headers: Sequence[ShardHeader]) -> set[str]:
 def differences_from_manifest(header: ShardHeader, manifest: dict[str, Any]) -> list[str]:
     """What a shard says of itself that the store's manifest says otherwise; empty for a shard of this store."""
 
-    def told(metadata: dict[str, str]) -> dict[str, Any]:
+    def identity(metadata: dict[str, str]) -> dict[str, Any]:
         model = json.loads(metadata["model"])
         own = {key: metadata.get(key) for key in ("layer_ids", "dtype", "store_dtype", "dataset_hash")}
         return own | {key: model.get(key) for key in ("config_hash", "weights_hash")}
 
-    return differing_fields(told(header.metadata), told(StoreSpec.from_manifest(manifest).metadata()))
+    return differing_fields(identity(header.metadata), identity(StoreSpec.from_manifest(manifest).metadata()))
