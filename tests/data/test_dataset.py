@@ -34,13 +34,19 @@ def test_bad_samples(ids, mask, says):
         Sample.of(ids, mask)
 
 
+def assert_beyond(dataset):
+    largest = [int(sample.token_ids.max()) for sample in dataset]
+    for size in (max(largest) + 1, max(largest), min(largest)):
+        assert list(dataset.beyond(size)) == [(i, token) for i, token in enumerate(largest) if token >= size]
+
+
 def test_jsonl_file_and_folder(token_rows, tmp_path):
     path = token_rows([5, 9, 3], name="tokenized_data.jsonl")
     for place in (path, tmp_path):
         dataset = open_dataset(place)
         assert dataset.lengths.tolist() == [5, 9, 3]
         assert dataset.tokens == 17
-        assert dataset.largest_token_id == max(int(s.token_ids.max()) for s in dataset)
+        assert_beyond(dataset)
         assert [s.id for s in dataset] == dataset.ids
 
 
@@ -82,7 +88,7 @@ def test_parquet_round_trip_and_hash_ignores_order(tmp_path):
     unique = {s.id for s in samples}
     assert len(a) == len(unique)
     assert a.repeated == len(samples) - len(unique)
-    assert a.largest_token_id == max(int(s.token_ids.max()) for s in samples)
+    assert_beyond(a)
     for position in (0, 511, 512, 700, len(a) - 1):
         one = a[position]
         assert one.id == a.ids[position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import ClassVar
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,11 @@ from test_conversations import BAD
 from eyas.base.errors import FolderConflictError, InputError
 from eyas.base.locks import lock_directory
 from eyas.data.dataset import open_dataset
+from eyas.data.generators import Answer
 from eyas.data.preparation import CHUNK_ROWS, CHUNKS_ALONE, PACKAGED, packaged, predicted_bytes, prepare
+from eyas.data.prompts import load_prompts
+from eyas.data.regeneration import regenerate
+from eyas.data.settings import RegenerateSettings
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,38 @@ def test_good_rows_become_samples_and_bad_rows_are_named(model, tmp_path):
     assert dataset[2].token_ids.tolist() == [5, 6, 7]
     rejected = [json.loads(line) for line in (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()]
     assert [(one["line"], one["reason"][:8]) for one in rejected] == [(2, "not JSON"), (4, "empty co"), (5, "no assis")]
+
+
+def test_tokens_that_the_model_has_no_embedding_for_reject_their_row(tmp_path):
+    """A tokenizer may have more tokens than the model has rows of embeddings."""
+    tokenizer = byte_level_tokenizer("chatml")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"model_type": "llama", "vocab_size": len(tokenizer) - 1, "hidden_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    lines = (chat("Hi", "Hello"), chat("Hi", "say <new>"), {"input_ids": [5, len(tokenizer) - 1], "loss_mask": [0, 1]})
+    data = rows(tmp_path / "chat.jsonl", *lines)
+    report = prepare(data, str(tmp_path), tmp_path / "out")
+    assert (report.kept, [one["line"] for one in report.rejected]) == (1, [2, 3])
+    assert all(f"the target has {len(tokenizer) - 1} rows of embeddings" in one["reason"] for one in report.rejected)
+    asked = rows(tmp_path / "asked.jsonl", chat("say <new>"))
+    with pytest.raises(InputError, match=rf"asked.jsonl:1: token id {len(tokenizer) - 1}, and the target has"):
+        load_prompts(asked, tokenizer, rows=len(tokenizer) - 1)
+    asked = rows(tmp_path / "asked.jsonl", chat("Hi <new>"), chat("Hi"))
+
+    class Echo:
+        description: ClassVar = {"name": "echo"}
+
+        def answer(self, prompts, limits, salt):
+            return [Answer([5, tokenizer.eos_token_id], "stop") for _ in prompts]
+
+        def close(self):
+            pass
+
+    settings = RegenerateSettings((asked,), str(tmp_path), tmp_path / "answers")
+    answered = regenerate(settings, lambda *_: Echo())
+    assert (answered.conversations, answered.rejected) == (1, 1)
+    assert "rows of embeddings" in (tmp_path / "answers" / "rejected.jsonl").read_text()
 
 
 def test_nothing_usable_is_an_error_and_leaves_no_dataset(model, tmp_path):

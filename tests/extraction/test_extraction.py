@@ -26,6 +26,7 @@ from eyas.base.errors import (
     StoreError,
 )
 from eyas.base.locks import lock_directory
+from eyas.cli.doctor import check_target
 from eyas.extraction.batches import plan_batches
 from eyas.extraction.plan import plan
 from eyas.extraction.settings import ExtractSettings
@@ -288,6 +289,30 @@ def test_the_disk_must_hold_all_parts(tiny_model, token_rows, tmp_path):
         return check.finding.split(",")[0]
 
     assert disk(part="1/2") == disk()
+
+
+@pytest.mark.parametrize("quick_start", [False, True])  # of extract, of rehearse
+def test_token_ids_beyond_the_embeddings_are_said_in_preflight(quick_start, tiny_model, token_rows, tmp_path):
+    """A tokenizer may have more tokens than the model has rows: no load for that, and the first sample is named."""
+    path = token_rows([20, 20, 90])
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"input_ids": [3, 128, 130], "loss_mask": [0, 1, 1]}) + "\n")
+    settings = ExtractSettings(
+        model_path=str(tiny_model("llama")), prepared_data=str(path), output_dir=str(tmp_path / "s"), layer_ids=[2]
+    )
+    (check,) = (check for check in plan(settings, quick_start=quick_start).checks if check.name == "token ids")
+    assert check.status == "FAIL"
+    assert "1 samples" in check.finding
+    assert "sample 3 is the first, with token id 130, and the target has 128 rows" in check.finding
+    # Samples that are too long are not extracted, whatever they hold.
+    too_long = token_rows([20, 20], name="long.jsonl")
+    with open(too_long, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"input_ids": [500] * 90, "loss_mask": [1] * 90}) + "\n")
+    fits = replace(settings, prepared_data=str(too_long), max_seq_len=64)
+    assert [check.status for check in plan(fits).checks if check.name == "token ids"] == ["OK"]
+    path.write_text('{"input_ids": [3, 49152], "loss_mask": [0, 1]}\n')
+    (row,) = (row for row in check_target("smollm2", str(path), tmp_path, 1) if row.name == "token ids")
+    assert (row.status, "token id 49152" in row.finding) == ("FAIL", True)
 
 
 def test_a_finished_store_is_left_alone(options, tmp_path):

@@ -67,7 +67,11 @@ def check_target(model_path: str, prepared_data: str | None, output_dir: Path | 
         layers = resolve_layer_ids(None, info.num_layers, index="stream", with_final=True)
         spec = StoreSpec(info.for_manifest(), tuple(layers), info.dtype, info.dtype, {})
         place = output_dir or Path.cwd()
-        rows += [*preflight.check_lengths(dataset, info, info.max_position or int(dataset.lengths.max()))]
+        max_seq_len = info.max_position or int(dataset.lengths.max())
+        rows += [
+            *preflight.check_lengths(dataset, info, max_seq_len),
+            preflight.check_token_ids(dataset, info, max_seq_len),
+        ]
         rows.append(preflight.check_disk(place, spec, dataset.tokens))
     return rows
 

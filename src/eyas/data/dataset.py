@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class TokenDataset:
         lengths: np.ndarray,
         rows: np.ndarray,
         read: Any,
+        bounds: np.ndarray,
     ):
         self.path, self.manifest = path, manifest
         first: dict[str, int] = {}
@@ -105,6 +106,7 @@ class TokenDataset:
         self.ids = list(first)
         self.lengths = lengths[keep]
         self._rows = rows[keep]
+        self._bounds = bounds[keep]  # no token id of a sample is larger
         self._read = read
         self.hash = content_hash("".join(sorted(self.ids)).encode())
 
@@ -116,10 +118,15 @@ class TokenDataset:
         """Sum of all lengths."""
         return int(self.lengths.sum())
 
-    @cached_property
-    def largest_token_id(self) -> int:
-        """The largest token id of any sample: a model needs more rows of embeddings than that."""
-        return max(int(np.max(self._read(int(row))[0])) for row in self._rows)
+    def beyond(self, vocab_size: int) -> Iterator[tuple[int, int]]:
+        """(position, token id) of each sample with a token that a model with `vocab_size` rows of embeddings does not have.
+
+        Reads only where there may be one.
+        """
+        for position in np.flatnonzero(self._bounds >= vocab_size):
+            largest = int(np.max(self._read(int(self._rows[position]))[0]))
+            if largest >= vocab_size:
+                yield int(position), largest
 
     def __getitem__(self, position: int) -> Sample:
         token_ids, loss_mask = self._read(int(self._rows[position]))
@@ -174,6 +181,7 @@ def _open_jsonl(path: Path) -> TokenDataset:
     ids: list[str] = []
     lengths: list[int] = []
     offsets: list[int] = []
+    largest: list[int] = []
     with open(path, "rb") as file:
         offset = 0
         for number, line in enumerate(file, 1):
@@ -182,6 +190,7 @@ def _open_jsonl(path: Path) -> TokenDataset:
                 ids.append(sample.id)
                 lengths.append(len(sample))
                 offsets.append(offset)
+                largest.append(int(sample.token_ids.max()))
             offset += len(line)
     if not ids:
         raise InputError(f"{path} holds no samples", "one JSON object with input_ids and loss_mask per line")
@@ -192,7 +201,8 @@ def _open_jsonl(path: Path) -> TokenDataset:
             row = json.loads(source.readline())
         return row["input_ids"], row["loss_mask"]
 
-    return TokenDataset(path, None, ids, np.array(lengths, dtype=np.int64), np.array(offsets, dtype=np.int64), read)
+    n_tokens, places, bounds = np.array([lengths, offsets, largest], dtype=np.int64)
+    return TokenDataset(path, None, ids, n_tokens, places, read, bounds)
 
 
 def _parse_row(path: Path, number: int, line: bytes) -> Sample:
@@ -221,6 +231,7 @@ def _open_parquet(folder: Path) -> TokenDataset:
     manifest = read_manifest(folder, KIND, FORMAT_VERSION)
     ids: list[str] = []
     lengths: list[np.ndarray] = []
+    bounds: list[np.ndarray] = []
     places: list[tuple[Path, int, int]] = []  # file, row group, first row (overall)
     total = 0
     for entry in manifest.get("files", []):
@@ -235,6 +246,7 @@ def _open_parquet(folder: Path) -> TokenDataset:
                 columns = table.read_row_group(group, columns=["sample_id", "n_tokens"])
                 ids += columns["sample_id"].to_pylist()
                 lengths.append(columns["n_tokens"].to_numpy())
+                bounds.append(np.full(columns.num_rows, _largest(table, group), dtype=np.int64))
                 places.append((file, group, total))
                 total += columns.num_rows
         except (pa.ArrowInvalid, OSError, KeyError) as error:
@@ -258,13 +270,23 @@ def _open_parquet(folder: Path) -> TokenDataset:
         at = row - places[index][2]
         return tokens[offsets[at] : offsets[at + 1]], mask[offsets[at] : offsets[at + 1]]
 
-    dataset = TokenDataset(folder, manifest, ids, np.concatenate(lengths).astype(np.int64), np.arange(total), read)
+    dataset = TokenDataset(
+        folder, manifest, ids, np.concatenate(lengths).astype(np.int64), np.arange(total), read, np.concatenate(bounds)
+    )
     if manifest.get("hash") not in (None, dataset.hash):
         raise StoreError(
             f"{folder}: the manifest's hash {manifest['hash']} does not fit the samples ({dataset.hash})",
             "the dataset was changed by hand or is damaged; run `eyas prepare` again",
         )
     return dataset
+
+
+def _largest(table: Any, group: int) -> int:
+    """The largest token id of a row group, from the file's own statistics; without these, no bound."""
+    columns = table.metadata.row_group(group)
+    found = next(c for c in map(columns.column, range(columns.num_columns)) if c.path_in_schema.startswith("input_ids"))
+    known = found.statistics is not None and found.statistics.has_min_max
+    return int(found.statistics.max) if known else np.iinfo(np.int32).max
 
 
 #: Rows per Parquet row group: what one read brings into memory.

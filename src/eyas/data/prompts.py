@@ -21,6 +21,7 @@ from eyas.data.conversations import Conversation, RowError, TokenRow, parse_row,
 from eyas.data.dataset import open_dataset
 from eyas.data.preparation import PACKAGED, packaged
 from eyas.data.sources import SUFFIXES, DataSource, RawRow, read_rows
+from eyas.target.tokenizer import unknown_token
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ def find_prompts(spec: str) -> tuple[str, str]:
     return name or _name_of(place), place
 
 
-def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptSet:
+def load_prompts(spec: str, tokenizer: Any, limit: int | None = None, rows: int | None = None) -> PromptSet:
     """Read one prompt set.
 
     Args:
         spec: a packaged set's name, a file or folder, `hf:...` as above, any of them behind `NAME=`.
-        tokenizer: the target's. limit: at most so many, from the start.
+        tokenizer: the target's. limit: at most so many, from the start. rows: of the target's embeddings, to check the token ids.
 
     Raises:
         InputError: nothing there, or a row without a prompt (file, line and reason).
@@ -59,6 +60,8 @@ def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptS
         dataset = open_dataset(path)
         for i in range(min(len(dataset), limit or len(dataset))):
             prompts.append(_prompt_of_tokens(dataset[i].token_ids, dataset[i].loss_mask))
+            if unknown := unknown_token(prompts[-1], rows):
+                raise InputError(f"{path}: the prompt of sample {i} holds {unknown}", "leave it out")
     else:
         template = ChatTemplate(tokenizer)
         for raw in read_rows(_source(place, path)):
@@ -66,6 +69,8 @@ def load_prompts(spec: str, tokenizer: Any, limit: int | None = None) -> PromptS
                 break
             try:
                 prompts.append(_prompt_of_row(row_of(raw), template))
+                if unknown := unknown_token(prompts[-1], rows):
+                    raise RowError(unknown)
             except (RowError, MaskError) as error:
                 raise InputError(
                     f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`"

@@ -37,7 +37,14 @@ from eyas.data.preparation import REJECTED, describe_source, sources_of
 from eyas.data.rows import is_heldout, split_key
 from eyas.data.settings import MaskSettings, RegenerateSettings
 from eyas.data.sources import RawRow, Unreadable, read_rows
-from eyas.target.tokenizer import describe_shape, describe_tokenizer, load_tokenizer, stop_ids
+from eyas.target.tokenizer import (
+    describe_shape,
+    describe_tokenizer,
+    embedding_rows,
+    load_tokenizer,
+    stop_ids,
+    unknown_token,
+)
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +94,7 @@ class Dialogue:
     prompt: list[int] | None = None
     stopped_early: bool = False
 
-    def advance(self, template: ChatTemplate, max_seq_len: int) -> bool:
+    def advance(self, template: ChatTemplate, max_seq_len: int, rows: int | None) -> bool:
         """Go on to the next turn that is to be generated and set `prompt`; False when there is none."""
         self.prompt = None
         while self.problem is None:
@@ -102,11 +109,11 @@ class Dialogue:
             except MaskError as error:
                 self.problem = str(error)
                 return False
+            unfit = unknown_token(prompt, rows)
             if len(prompt) + 2 > max_seq_len:
-                if not self.turns:
-                    self.problem = (
-                        f"the prompt alone has {len(prompt)} tokens, more than --max-seq-len {max_seq_len} allows"
-                    )
+                unfit = f"the prompt alone has {len(prompt)} tokens, more than --max-seq-len {max_seq_len} allows"
+            if unfit:
+                self.problem = None if self.turns else unfit
                 self.stopped_early = True  # earlier turns are kept
                 return False
             self.prompt = prompt
@@ -201,6 +208,7 @@ def regenerate(
     mask = MaskSettings(chat_template_kwargs=settings.chat_template_kwargs)
     tokenizer = load_tokenizer(settings.model_path, settings.trust_remote_code)
     template = ChatTemplate(tokenizer, mask, settings.template_text())
+    rows = embedding_rows(settings.model_path, settings.trust_remote_code)
     folder = settings.output_dir
     described = {
         "source": describe_source(settings),
@@ -214,7 +222,7 @@ def regenerate(
         answerer: Generator | None = None
         rejected: dict[str, str] = {}
         try:
-            dialogues = _open(template, settings, set(done), report, rejected)
+            dialogues = _open(template, settings, rows, set(done), report, rejected)
             with open(folder / ANSWERS, "a", encoding="utf-8") as log_file:
                 for number, batch in enumerate(
                     iter(lambda: list(islice(dialogues, settings.conversations_at_once)), [])
@@ -227,7 +235,7 @@ def regenerate(
                             template, sorted({*template.end_of_turn_ids(), *stop_ids(settings.model_path)})
                         )
                         write_json(folder / RUN, described | {"engine": answerer.description})
-                    for one in _answered(batch, answerer, template, settings, number, report):
+                    for one in _answered(batch, answerer, template, settings, rows, number, report):
                         if one.problem is not None:
                             rejected[one.source] = one.problem
                             report.rejected += 1
@@ -292,16 +300,17 @@ def _resume(folder: Path, described: dict[str, Any]) -> list[str]:
 def _open(
     template: ChatTemplate,
     settings: RegenerateSettings,
+    rows: int | None,
     done: set[str],
     report: RegenerateReport,
     rejected: dict[str, str],
 ) -> Iterator[Dialogue]:
     """The conversations still to be answered, each with its first prompt."""
-    rows: Iterator[RawRow] = islice(
+    source_rows: Iterator[RawRow] = islice(
         (row for source in sources_of(settings) for row in read_rows(source)), settings.limit
     )
     seen: set[str] = set()
-    for row in rows:
+    for row in source_rows:
         report.rows += 1
         report.broken_sources += isinstance(row.data, Unreadable)
         try:
@@ -322,7 +331,7 @@ def _open(
             continue
         part = "heldout" if settings.held_out and is_heldout(split_key(item), settings.held_out) else "train"
         one = Dialogue(key, row.source, item.tools, list(item.messages), part)
-        if one.advance(template, settings.max_seq_len):
+        if one.advance(template, settings.max_seq_len, rows):
             yield one
         else:
             rejected[row.source] = one.problem or "no question to answer"
@@ -334,6 +343,7 @@ def _answered(
     answerer: Generator,
     template: ChatTemplate,
     settings: RegenerateSettings,
+    rows: int | None,
     number: int,
     report: RegenerateReport,
 ) -> list[Dialogue]:
@@ -349,7 +359,7 @@ def _answered(
             report.answers += 1
             report.finish_reasons[answer.finish_reason.split(":")[0]] += 1
             report.generated_tokens += len(answer.token_ids)
-        open_ones = [one for one in open_ones if one.advance(template, settings.max_seq_len)]
+        open_ones = [one for one in open_ones if one.advance(template, settings.max_seq_len, rows)]
         turn += 1
     return batch
 

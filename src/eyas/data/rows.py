@@ -16,7 +16,7 @@ from eyas.data.chat_template import UNFINISHED, ChatTemplate, MaskedTokens, Mask
 from eyas.data.conversations import EMPTY, LEFT_OUT, MARKED, Conversation, RowError, TokenRow, parse_row, row_of
 from eyas.data.settings import PrepareSettings
 from eyas.data.sources import RawRow, Unreadable
-from eyas.target.tokenizer import load_tokenizer, stop_tokens
+from eyas.target.tokenizer import embedding_rows, load_tokenizer, stop_tokens, unknown_token
 
 OnLong = Literal["truncate", "drop", "split"]
 
@@ -76,6 +76,7 @@ class RowMaker:
         tokenizer = load_tokenizer(settings.model_path, settings.trust_remote_code)
         ends = stop_tokens(settings.model_path, tokenizer)
         self.template = ChatTemplate(tokenizer, settings.mask, settings.template_text(), ends)
+        self.rows = embedding_rows(settings.model_path, settings.trust_remote_code)
 
     def __call__(self, rows: Sequence[RawRow]) -> list[RowResult]:
         parsed, texts = [], []
@@ -120,6 +121,8 @@ class RowMaker:
         why = "no assistant token"
         for one in tokens:
             assert isinstance(one, MaskedTokens)
+            if unknown := unknown_token([int(one.token_ids.max())], self.rows):
+                return replace(result, reason=unknown)
             notes += one.notes
             answers += len(runs(one.loss_mask))
             fitted = fit(one.token_ids, one.loss_mask, settings.max_seq_len, settings.on_long)

@@ -74,7 +74,7 @@ def evaluate(settings: EvalSettings, *, progress: Callable[[str, int, int], None
     info = describe_model(resolve_model_path(settings.model_path), settings.model_path, trust_remote_code=trust)
     draft, manifest = load_for(settings.draft, info, device, compute)
     tokenizer = load_tokenizer(settings.model_path, trust)
-    sets = [load_prompts(spec, tokenizer, settings.limit) for spec in settings.prompts]
+    sets = [load_prompts(spec, tokenizer, settings.limit, info.vocab_size) for spec in settings.prompts]
     end_ids = sorted({*stop_ids(settings.model_path), *({tokenizer.eos_token_id} - {None})})
     baselines = load_baselines(settings.ngram_data, diagnosis.store_of(manifest))
 

@@ -40,7 +40,6 @@ def read_batches(dataset: TokenDataset, batches: Sequence[Sequence[int]], vocab_
             if int(sample.token_ids.max()) >= vocab_size:
                 raise InputError(
                     f"{dataset.path}: sample {position} has token id {int(sample.token_ids.max())}, the target's vocabulary has {vocab_size}",
-                    "either the dataset was made with another tokenizer than this target's, or the tokenizer has tokens that the "
-                    "model has no rows for: leave the samples that hold them out",
+                    "the dataset changed since it was looked at; run `eyas prepare` again",
                 )
         yield samples

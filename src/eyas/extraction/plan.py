@@ -129,6 +129,7 @@ def plan(settings: ExtractSettings, *, quick_start: bool = False) -> Job:
         preflight.check_model(info),
         check_teacher(info, needed=info.num_layers in spec.layer_ids),
         *preflight.check_lengths(dataset, info, max_seq_len),
+        preflight.check_token_ids(dataset, info, max_seq_len),
         preflight.check_tokenizer(dataset, info, settings.trust_remote_code),
         Check("layers", "OK", f"ids {list(spec.layer_ids)}" + (", the last one the target state" if is_final else "")),
         Check("output", "OK", f"{directory}: {resumes}"),

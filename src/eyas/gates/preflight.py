@@ -61,6 +61,21 @@ def check_lengths(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> l
     return rows
 
 
+def check_token_ids(dataset: TokenDataset, info: ModelInfo, max_seq_len: int) -> Check:
+    """Every token id of a sample that will be extracted against the target's rows of embeddings: tokenizers may have more tokens."""
+    found = [(i, token) for i, token in dataset.beyond(info.vocab_size) if dataset.lengths[i] <= max_seq_len]
+    if not found:
+        return Check("token ids", "OK", f"all below {info.vocab_size}, the target's rows of embeddings")
+    position, token = found[0]
+    return Check(
+        "token ids",
+        "FAIL",
+        f"{len(found)} samples hold token ids that the target has no row of embeddings for: "
+        f"sample {position} is the first, with token id {token}, and the target has {info.vocab_size} rows",
+        "run `eyas prepare` with this --model-path: it rejects such rows, each with its line; or leave the samples out",
+    )
+
+
 def check_tokenizer(dataset: TokenDataset, info: ModelInfo, trust_remote_code: bool) -> Check:
     """The vocabulary that made the dataset against the target's own: the same ids must mean the same tokens."""
     from eyas.target.tokenizer import load_tokenizer, vocabulary_hash

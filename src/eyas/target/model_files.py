@@ -110,6 +110,7 @@ def describe_model(
         InputError: no or unreadable config.json, unknown architecture, or weights missing or cut short.
     """
     with LOADING:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
     path = folder / "config.json"
@@ -119,9 +120,9 @@ def describe_model(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except FileNotFoundError:
         raise InputError(f"{path} does not exist", "give a Hugging Face model folder") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         raise InputError(
-            f"{path} is not readable as a model config: {str(error).splitlines()[0]}",
+            f"{path} is not readable as a model config: {' '.join(str(error).split())}",
             "check the file; a model with its own code needs --trust-remote-code, a new architecture a newer transformers",
         ) from None
     text = config.get_text_config()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from eyas.base.errors import InputError
@@ -101,6 +101,20 @@ def describe_tokenizer(tokenizer: Any, template: str | None, model_path: str) ->
     }
 
 
+def embedding_rows(model_path: str, trust_remote_code: bool = False) -> int | None:
+    """How many token ids the target knows; None where there is only a tokenizer. A tokenizer may have more tokens than that."""
+    shape = describe_shape(model_path, trust_remote_code)
+    return shape and shape["vocab_size"]
+
+
+def unknown_token(token_ids: Iterable[int], rows: int | None) -> str | None:
+    """What is wrong with token ids that the target, with `rows` rows of embeddings, does not know; None = nothing."""
+    largest = max(token_ids, default=-1)
+    if rows is None or largest < rows:
+        return None
+    return f"token id {largest}, and the target has {rows} rows of embeddings: its tokenizer has tokens that the model has not"
+
+
 def vocabulary_hash(tokenizer: Any) -> str:
     """Hash of every (token, id) pair: equal for two tokenizers only if an id means the same token in both."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
@@ -108,12 +122,17 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 def describe_shape(model_path: str, trust_remote_code: bool = False) -> dict[str, int] | None:
-    """Hidden size and number of layers of the target, for predictions; None where there is only a tokenizer."""
+    """Hidden size, number of layers and rows of embeddings of the target; None where there is only a tokenizer."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     place = resolve_model_path(model_path, weights=False)
     try:
         text = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code).get_text_config()
-        return {"hidden_size": int(text.hidden_size), "num_layers": int(text.num_hidden_layers)}
-    except (OSError, ValueError, KeyError, AttributeError, ImportError):
+        return {
+            "hidden_size": int(text.hidden_size),
+            "num_layers": int(text.num_hidden_layers),
+            "vocab_size": int(text.vocab_size),
+        }
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError, StrictDataclassError):
         return None
