@@ -104,7 +104,7 @@ def describe_tokenizer(tokenizer: Any, template: str | None, model_path: str) ->
 def embedding_rows(model_path: str, trust_remote_code: bool = False) -> int | None:
     """How many token ids the target knows; None where there is only a tokenizer. A tokenizer may have more tokens than that."""
     shape = describe_shape(model_path, trust_remote_code)
-    return shape and shape["vocab_size"]
+    return shape["vocab_size"] if shape else None
 
 
 def unknown_token(token_ids: Iterable[int], rows: int | None) -> str | None:
