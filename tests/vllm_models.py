@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from eyas.base.files import content_hash
 from eyas.data.dataset import Sample
 from eyas.engines.base import CaptureResult
+from eyas.engines.vllm.engine import VllmEngine
+from eyas.engines.vllm.start import VllmSettings
 from eyas.store.format import StoreSpec, write_store_manifest
+from eyas.target.model_files import describe_model
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -214,6 +219,34 @@ def capture(
     result = engine.capture([samples], folder, spec, **options)
     write_store_manifest(folder, spec, "complete", shards=result.shards)
     return result
+
+
+@contextlib.contextmanager
+def vllm_within() -> Iterator[None]:
+    """vLLM with one rank starts within this process, in four seconds; processes that each import it need thirty. What it changes here is put back."""
+    import torch
+    from vllm.envs import disable_envs_cache
+
+    within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with mock.patch.dict(os.environ, within), mock.patch.object(torch, "set_num_threads", torch.set_num_threads):
+        disable_envs_cache()  # filled as an engine starts
+        yield
+    disable_envs_cache()
+
+
+@contextlib.contextmanager
+def running(model: Path, layer_ids: list[int], *, processes: bool = False, **settings: Any) -> Iterator[VllmEngine]:
+    """A loaded engine; one of several ranks, or with `processes`, has processes of its own, as a user's has."""
+    usual = {"dtype": "float32", "max_seq_len": 300, "step_tokens": 128, "batch_size": 8}
+    chosen = VllmSettings(describe_model(model), **{**usual, **settings})
+    alone = chosen.tp_size * chosen.pp_size == 1 and not processes
+    engine = VllmEngine(chosen)
+    try:
+        with vllm_within() if alone else contextlib.nullcontext():
+            engine.load(layer_ids)
+        yield engine
+    finally:
+        engine.close()
 
 
 def eyas_process(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:

@@ -1,36 +1,11 @@
 """A draft exported for vLLM, loaded and drafting in a real vLLM on the CPU: its acceptance is ours."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from vllm_models import vllm_within
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm]
-TESTS = Path(__file__).parents[1]
-
-# In a process of its own: vLLM starts workers and keeps settings for the life of a process.
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from eyas.data.prompts import PromptSet
-from eyas.evaluation.settings import EvalSettings
-from eyas.evaluation.vllm import measure_vllm
-
-if __name__ == "__main__":
-    draft, target, prompts, out = sys.argv[1:]
-    prompts = json.loads(prompts)
-    sets = [PromptSet("together", prompts), *(PromptSet(str(i), [prompt]) for i, prompt in enumerate(prompts))]
-    settings = EvalSettings(draft=draft, model_path=target, chain=3, max_new_tokens=96)
-    found = measure_vllm(settings, Path(target), sets, [127], dtype="float32")
-    Path(out).write_text(json.dumps(found))
-"""
-
-
 #: What vLLM has to read right for a draft of each kind: one plain, one with everything that engines know.
 VARIANTS = {
     "plain": ((1, 3, 5), {}),
@@ -47,11 +22,14 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from eyas.data.prompts import PromptSet
     from eyas.drafts.eagle3.init import choose_vocabulary, derive_config, initialise
     from eyas.drafts.eagle3.model import Draft
     from eyas.drafts.files import draft_weights, save_draft
     from eyas.drafts.settings import DraftInit
     from eyas.evaluation.decode import Target, decode
+    from eyas.evaluation.settings import EvalSettings
+    from eyas.evaluation.vllm import measure_vllm
     from eyas.target.model_files import describe_model
     from eyas.target.teacher import load_target_parts
 
@@ -86,27 +64,10 @@ def test_vllm_accepts_what_our_loop_accepts(tmp_path, variant):
     rounds = sum(len(t.emitted) for t in traces)
     length = sum(sum(t.emitted) for t in traces) / rounds
 
-    script = tmp_path / "serve.py"
-    script.write_text(SCRIPT)
-    path = os.pathsep.join(filter(None, [str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    command = [
-        sys.executable,
-        str(script),
-        str(tmp_path / "draft"),
-        str(target),
-        json.dumps(prompts),
-        str(tmp_path / "out.json"),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())
+    sets = [PromptSet("together", prompts), *(PromptSet(str(i), [prompt]) for i, prompt in enumerate(prompts))]
+    settings = EvalSettings(draft=tmp_path / "draft", model_path=str(target), chain=3, max_new_tokens=96)
+    with vllm_within():
+        found = measure_vllm(settings, target, sets, [127], dtype="float32")
     together = found.pop("together")
     assert together["replies"] == [t.tokens for t in traces]
     assert 1.05 < length < 3.9

@@ -13,6 +13,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from vllm_models import vllm_within
+
+from eyas.data.settings import Sampling
+from eyas.engines.regenerate import regenerate
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.smollm2]
@@ -65,6 +69,10 @@ def regenerated(folder: Path, data: Path, model: Path, *flags: str) -> list[dict
     ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return answers(folder)
+
+
+def answers(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
@@ -103,7 +111,16 @@ def data(tmp_path) -> Path:
 
 
 def test_the_vllm_engine(data, model, tmp_path):
-    lines = regenerated(tmp_path / "out", data, model, "--engine", "vllm")
+    with vllm_within():
+        regenerate(
+            data=[data],
+            model_path=str(model),
+            output_dir=tmp_path / "out",
+            engine="vllm",
+            sampling=Sampling(max_new_tokens=24),
+            max_seq_len=256,
+        )
+    lines = answers(tmp_path / "out")
     assert sorted(len(line["turns"]) for line in lines)[0] == 1
     check(lines)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["regeneration"]["engine"]["name"] == "vllm"

@@ -27,7 +27,7 @@ import torch
 from chat_templates import CHATML, byte_level_tokenizer
 from eyas_process import eyas_command, eyas_environment, run_eyas, write_token_rows
 from planting import DYING, VICTIMS, Kills, killed_and_resumed, plant, planted, spoiled
-from vllm_models import capture, random_samples, reference_states, worst_error
+from vllm_models import capture, random_samples, reference_states, running, worst_error
 
 import eyas
 from eyas.base.errors import EXIT_INCOMPLETE, ContractError, FolderConflictError, InputError, ParityError, StoreError
@@ -91,20 +91,12 @@ def test_all_twenty_are_here_in_order_and_explained() -> None:
 @pytest.fixture(scope="module")
 def vllm(vllm_model: Callable[[str], Path]) -> Iterator[VllmEngine]:
     """Prefix caching is on, against eyas's own setting, so that F3 is a real cache hit; prompts share nothing otherwise."""
-    settings = VllmSettings(
-        describe_model(vllm_model("llama")),
-        dtype="float32",
-        max_seq_len=300,
-        batch_size=4,
-        step_tokens=128,
-        worker_cls="faulty_worker.FaultyWorker",
-        trace_steps=2,
-        extra={"enable_prefix_caching": True, "block_size": 32},
-    )
-    started = VllmEngine(settings)
-    started.load(LAYERS)
-    yield started
-    started.close()
+    extra = {"enable_prefix_caching": True, "block_size": 32}
+    worker = "faulty_worker.FaultyWorker"
+    with running(
+        vllm_model("qwen3_moe"), LAYERS, batch_size=4, trace_steps=2, worker_cls=worker, extra=extra
+    ) as started:
+        yield started
 
 
 def assert_capture_stops(vllm: VllmEngine, planting: str, fault: int, folder: Path) -> str:
@@ -149,7 +141,7 @@ def test_nothing_planted_vllm_is_right(vllm: VllmEngine, vllm_model: Callable[[s
         assert read.token_ids.tolist() == sample.token_ids.tolist()
         assert read.loss_mask.tolist() == sample.loss_mask.tolist()
         assert list(read.hidden) == [4, 2, 6]
-    worst = worst_error(states, reference_states(vllm_model("llama"), samples, LAYERS))
+    worst = worst_error(states, reference_states(vllm_model("qwen3_moe"), samples, LAYERS))
     assert max(worst.values()) < 1e-5, worst
     report = check_parity(vllm, random_samples([31, 20, 1], seed=6))
     assert report["passed"]
@@ -237,7 +229,7 @@ def test_f3_vllm_preempted_requests_are_captured_once_and_whole(
     assert preempted == [True, True]
     assert not result.rejected
     states = open_states(tmp_path / "store")
-    worst = worst_error(states, reference_states(vllm_model("llama"), samples, LAYERS))
+    worst = worst_error(states, reference_states(vllm_model("qwen3_moe"), samples, LAYERS))
     assert max(worst.values()) < 1e-5, worst
 
 

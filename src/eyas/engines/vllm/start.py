@@ -21,6 +21,7 @@ from eyas.base.manifest import package_version
 from eyas.base.part import WHOLE, Part
 from eyas.engines.vllm.native import native_arguments
 from eyas.runs.processes import nvidia_query
+from eyas.store.format import DTYPES
 from eyas.store.writer import buffers_for
 from eyas.target.model_files import ModelInfo
 
@@ -54,7 +55,7 @@ class VllmSettings:
             and as many threads as write them while the next step computes.
         native_folder: where `--capture native` lets vLLM put its files, None = a temporary folder.
         shared_folder: the store, where ranks are on several hosts: parity writes there, since every host sees it. None = a temporary folder.
-        kv_cache_bytes: on the CPU, None = chosen by what is free. extra: more arguments for `vllm.LLM`, passed through.
+        extra: more arguments for `vllm.LLM`, passed through.
     """
 
     model: ModelInfo
@@ -76,7 +77,6 @@ class VllmSettings:
     part: Part = WHOLE
     buffers: int | None = None
     writer_threads: int | None = None
-    kv_cache_bytes: int | None = None
     native_folder: Path | None = None
     shared_folder: Path | None = None
     worker_cls: str = WORKER
@@ -363,7 +363,7 @@ def engine_arguments(
         if settings.quick_start:
             arguments["compilation_config"]["backend"] = "eager"
     if not gpu:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes or _cpu_cache_bytes()
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(settings, step_tokens)
         if settings.model.uses_mla:
             # The AMX kernel has no fp32; the CPU's own rotary operator is wrong for MLA's shapes in eager mode.
             if settings.dtype == "float32":
@@ -372,7 +372,13 @@ def engine_arguments(
     return {**arguments, **settings.extra}
 
 
-def _cpu_cache_bytes() -> int:
+def _cpu_cache_bytes(settings: VllmSettings, step_tokens: int) -> int:
+    """Room for eight steps' tokens, more than are ever under way; vLLM's CPU build first writes to every page (3 s a gigabyte)."""
     import psutil
 
-    return int(min(2 * 2**30, max(2**28, psutil.virtual_memory().available // 8)))
+    info, text = settings.model, settings.model.text
+    heads = 2 * info.num_kv_heads * (text.get("head_dim") or info.hidden_size // info.num_heads)
+    latent = (text.get("kv_lora_rank") or 0) + (text.get("qk_rope_head_dim") or 0)
+    per_layer = max(heads, latent) + info.hidden_size  # `--capture native` keeps states beside keys and values
+    wanted = 8 * (step_tokens + settings.max_seq_len) * info.num_layers * per_layer * DTYPES[settings.dtype].itemsize
+    return int(max(2**28, min(wanted, 2**31, psutil.virtual_memory().available // 8)))
