@@ -65,7 +65,7 @@ def make_tiny_wrapper(folder: Path, seed: int = 0) -> Path:
 
 
 def make_vision_wrapper(kind: str, folder: Path, seed: int = 0) -> Path:
-    """`mistral3`, `qwen3_vl` or `aya` (Cohere 2 with windows): a text model of 4 layers inside a wrapper that only reads images besides."""
+    """`mistral3`, `qwen3_vl`, `aya` (Cohere 2 with windows) or `llama4` (attention within chunks): a text model of 4 layers inside a wrapper that only reads images besides."""
     import torch
     import transformers as t
 
@@ -80,6 +80,13 @@ def make_vision_wrapper(kind: str, folder: Path, seed: int = 0) -> Path:
             text_config=t.MistralConfig(**text).to_dict(), vision_config=vision, image_token_index=120
         )
         model = t.Mistral3ForConditionalGeneration(config)
+    elif kind == "llama4":
+        own = {"intermediate_size_mlp": 64, "num_local_experts": 4, "attention_chunk_size": 8}
+        vision = {**tower, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+        config = t.Llama4Config(
+            text_config=t.Llama4TextConfig(**text, **own).to_dict(), vision_config=vision, image_token_index=120
+        )
+        model = t.Llama4ForConditionalGeneration(config)
     elif kind == "aya":
         vision = {**tower, "model_type": "siglip_vision_model"}
         cohere = t.Cohere2Config(**text, sliding_window=12).to_dict()

@@ -170,12 +170,12 @@ def test_baselines_by_hand():
     assert lookup_then_table(table)([50, 1], 2) == [2, 3]
 
 
-WRAPPERS = ("mistral3", "aya", "qwen3_vl")
+WRAPPERS = ("mistral3", "aya", "qwen3_vl", "llama4")
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "gemma3", "mistral_window", "deepseek_v3", "gpt2", *WRAPPERS])
 def test_other_kinds_of_models_are_lossless_too(tiny_model, tmp_path, kind):
-    """Windows shorter than the reply, soft caps that sdpa would drop, mixtures of experts, latent attention, vision-language wrappers; a batch of unequal prompts,
+    """Windows and chunks shorter than the reply, soft caps that sdpa would drop, mixtures of experts, latent attention, vision-language wrappers; a batch of unequal prompts,
     whose caches have holes. Held to plain forward passes of the model with the attention that writes everything out."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

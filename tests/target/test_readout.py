@@ -90,6 +90,14 @@ def test_a_drafts_directory_is_no_target(tiny_model, tmp_path, mark):
         describe_model(folder)
 
 
+def test_a_model_whose_tokens_see_those_after_them_is_no_target(tmp_path):
+    """PaliGemma, and Gemma as an embedding model: a prefix that grows changes the states before it."""
+    text = transformers.GemmaConfig(num_hidden_layers=2, hidden_size=32, use_bidirectional_attention=True)
+    text.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="use_bidirectional_attention"):
+        describe_model(tmp_path, need_weights=False)
+
+
 def test_attention_with_a_soft_cap_is_not_left_to_sdpa(tmp_path):
     config = transformers.Gemma2Config(
         vocab_size=80, hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4,

@@ -53,15 +53,16 @@ class Target:
     def __init__(self, model: Any, layer_ids: Sequence[int]):
         self.model, self.layer_ids = model, tuple(layer_ids)
         config = model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        self.kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-        strange = sorted(self.kinds - {"full_attention", "sliding_attention"})
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        usual = ["sliding_attention" if self.window else "full_attention"]
+        self.kinds = set(getattr(config, "layer_types", None) or usual)
+        strange = sorted(self.kinds - {"full_attention", "sliding_attention", "chunked_attention"})
         if strange:
             raise InputError(
                 f"{type(model).__name__} has layers of {', '.join(strange)}, from which eyas cannot take rejected draft tokens back",
                 "serve the exported draft with an engine, which reports its acceptance",
             )
-        self.window: int | None = window if "sliding_attention" in self.kinds else None
         self.device = next(model.parameters()).device
         self._taken: dict[int, Tensor] = {}
         decoder = find_decoder(model, config.num_hidden_layers)
@@ -76,7 +77,7 @@ class Target:
         Returns:
             logits [B, S, V] in fp32, states [B, S, L*H] side by side.
         """
-        mask = (places >= 0).long() if self.window is None else self._masks(positions, places, self.window)
+        mask = (places >= 0).long() if self.kinds == {"full_attention"} else self._masks(positions, places)
         out = self.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
@@ -98,17 +99,21 @@ class Target:
         self._taken.clear()
         self.model = None
 
-    def _masks(self, positions: Tensor, places: Tensor, window: int) -> Any:
-        """Additive masks [B, 1, S, everything], one per kind of layer: windows count positions, and holes have none."""
-        behind = positions.unsqueeze(2) - places.unsqueeze(1)
-        seen = (places >= 0).unsqueeze(1) & (behind >= 0)
+    def _masks(self, positions: Tensor, places: Tensor) -> Any:
+        """Additive masks [B, 1, S, everything], one per kind of layer: windows and chunks count positions, and holes have none."""
+        own, others = positions.unsqueeze(2), places.unsqueeze(1)
+        seen = (others >= 0) & (own >= others)
+        allowed = {"full_attention": seen}
+        if self.window:
+            allowed["sliding_attention"] = seen & (own - others < self.window)
+        if self.chunk:
+            allowed["chunked_attention"] = seen & (own // self.chunk == others // self.chunk)
         dtype = self.model.dtype
         masks = {
-            kind: torch.zeros(allowed.shape, dtype=dtype, device=places.device)
-            .masked_fill(~allowed, torch.finfo(dtype).min)
+            kind: torch.zeros(allowed[kind].shape, dtype=dtype, device=places.device)
+            .masked_fill(~allowed[kind], torch.finfo(dtype).min)
             .unsqueeze(1)
-            for kind, allowed in (("full_attention", seen), ("sliding_attention", seen & (behind < window)))
-            if kind in self.kinds
+            for kind in self.kinds
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

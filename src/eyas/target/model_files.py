@@ -132,6 +132,11 @@ def describe_model(
         raise InputError(
             f"{path} describes no causal language model (no depth, width or vocabulary)", "check --model-path"
         ) from None
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise InputError(
+            f"{path}: its tokens also attend to those after them (use_bidirectional_attention), so it does not generate token by token",
+            "eyas takes causal language models",
+        )
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     quantization = _quantization(config)
     weights = find_weights(folder) if need_weights else Weights({}, {})
