@@ -3,8 +3,8 @@
     python benchmarks/acceptance_cpu.py [--seconds 180] [--problems 256] [--eval-problems 52] [--folder DIR] [key=value ...]
 
 The target answers the packaged word problems itself; a draft trains on that for `--seconds`; then held-out problems are decoded greedily
-in fp32 with a chain of 5. Printed: simulated acceptance length while training, the real one with its interval, by position, the guessers
-without a network, tokens/s. Figures depend on how quiet the machine is, since the budget is wall time. `key=value` changes a training
+in fp32 with 5 draft tokens a step. Printed: simulated acceptance length while training, the real one with its interval, by position, the model-free
+baselines, tokens/s. Figures depend on how quiet the machine is, since the budget is wall time. `key=value` changes a training
 setting (`loss=lk`, `ttt_steps=5`), to compare. Finished stages in `--folder` are used again, so a second recipe trains on the same answers.
 """
 

@@ -9,7 +9,7 @@ Four stages, each timed, all or those of `--stages`, so that the work can be spr
               time ran out
     extract   hidden states of all answers so far, verified
     train     a draft, in FOLDER/NAME (`--draft NAME`): several calls may train several drafts on the same states at the same time
-    eval      held-out prompts decoded greedily with a chain of 5, compared with plain decoding
+    eval      held-out prompts decoded greedily with 5 draft tokens a step, compared with plain decoding
 
 `key=value` changes a training setting (`loss=lk`, `steps=2000`, `seed=1`, `'draft={"num_key_value_heads": 3}'`), so that calls compare
 recipes. Prompts: packaged sets by default; `prompt_sets.py` fetches larger ones.

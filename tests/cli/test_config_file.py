@@ -33,7 +33,7 @@ def test_flags_come_from_the_file_and_typed_ones_win(config):
     assert expand_config(["store"], FLAGS) == ["store"]
     kwargs = config("chat_template_kwargs: {enable_thinking: false}\n")
     assert expand_config(["--config", kwargs], FLAGS) == ['--chat-template-kwargs={"enable_thinking": false}']
-    with pytest.raises(InputError, match="stands twice"):
+    with pytest.raises(InputError, match="given twice"):
         expand_config(["--config", path, f"--config={path}"], FLAGS)
 
 

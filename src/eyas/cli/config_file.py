@@ -38,7 +38,7 @@ def expand_config(arguments: list[str], flags: Collection[str]) -> list[str]:
     if FLAG not in arguments:
         return arguments
     if arguments.count(FLAG) > 1:
-        raise InputError(f"{FLAG} stands twice", "one file; what else is wanted goes on the command line")
+        raise InputError(f"{FLAG} is given twice", "one file; give what else is wanted as flags")
     at = arguments.index(FLAG)
     if at + 1 >= len(arguments):
         raise InputError(f"{FLAG} names no file", f"{FLAG} run.yaml")

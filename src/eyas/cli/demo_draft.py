@@ -29,7 +29,7 @@ from eyas.training.trainer import TrainReport, train
 
 PROBLEMS, HELD_OUT = "word_problems", "word_problems_heldout"
 
-#: What trains well on the embedded model (`docs/training.md` has the comparison).
+#: What trains well on the embedded model (`benchmarks/results/draft_cpu.md` has the comparison).
 RECIPE: dict[str, Any] = {
     "draft_vocab_size": 2048,
     "ttt_steps": 3,

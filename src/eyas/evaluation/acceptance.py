@@ -118,11 +118,11 @@ def evaluate(settings: EvalSettings, *, progress: Callable[[str, int, int], None
     return report
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
+def write_report(report: dict[str, Any], directory: Path) -> None:
     """`acceptance.json` and `acceptance.svg`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "acceptance.json", report)
-    (folder / "acceptance.svg").write_text(plot(report), encoding="utf-8")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "acceptance.json", report)
+    (directory / "acceptance.svg").write_text(plot(report), encoding="utf-8")
 
 
 def find_device(name: str) -> torch.device:

@@ -165,7 +165,7 @@ def probe(sample: StateSample, target: Target, teacher: Teacher) -> Probe:
 
 
 def generation_prompt(tokenizer: Any) -> list[int]:
-    """The tokens that the chat template puts before an answer; empty without a template, or where they cannot be told."""
+    """The tokens that the chat template puts before an answer; empty without a template, or where they cannot be seen."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     message = [{"role": "user", "content": "a"}]
@@ -186,7 +186,9 @@ def check_layers(probes: Sequence[Probe], aux: Sequence[int], final: int, far: f
         if distances[nearest] < distances[i]:
             wrong.append(f"layer {describe_layer(i, final)} holds the states of layer {describe_layer(nearest, final)}")
         elif not distances[i] <= far:
-            distant.append(f"layer {describe_layer(i, final)} lies {distances[i]:.2f} (relative) from the target's own")
+            distant.append(
+                f"layer {describe_layer(i, final)} is {distances[i]:.2f} (relative) away from the target's own"
+            )
     if wrong or distant:
         return Finding("layer ids", False, "; ".join(wrong + distant))
     return Finding("layer ids", True, f"every layer is nearest to its own id, worst relative distance {worst:.1e}")
@@ -234,13 +236,13 @@ def check_mask(states: States, end_ids: Sequence[int], prompt_end: Sequence[int]
                     break
     late, count, total = _most(ends)
     if sum(starts.values()):
-        side, agreeing, told = _most(starts)
+        side, agreeing, seen = _most(starts)
         if side:
-            return Finding("loss mask", False, f"{agreeing} of {told} masks begin one token too {_side(side)}")
+            return Finding("loss mask", False, f"{agreeing} of {seen} masks begin one token too {_side(side)}")
         note = "" if not total or not late else ", and do not stop at the end token, as it seems by choice"
-        return Finding("loss mask", True, f"{agreeing} of {told} masks begin with the answer{note}")
+        return Finding("loss mask", True, f"{agreeing} of {seen} masks begin with the answer{note}")
     if not total:
-        return Finding("loss mask", True, "no answer shows where it begins or ends, so a shift cannot be told")
+        return Finding("loss mask", True, "no answer shows where it begins or ends, so a shift would not be seen")
     if late == 0:
         return Finding("loss mask", True, f"{count} of {total} answers end with their end token supervised")
     what = "the end token is not supervised" if late < 0 else "a token behind the end token is supervised"

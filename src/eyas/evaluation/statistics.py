@@ -16,7 +16,7 @@ from eyas.training.simulation import Acceptance
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch of prompts: tokens and seconds of decoding after the prefill, with the draft and (where done) plainly."""
+    """One batch of prompts: tokens and seconds of decoding after the prefill, with the draft and (where done) without."""
 
     tokens: int
     seconds: float

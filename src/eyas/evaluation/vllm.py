@@ -58,8 +58,8 @@ def measure_vllm(
         EngineError: vLLM does not start, or reports no drafts.
     """
     longest = max(len(p) for one in prompt_sets for p in one.prompts) + settings.max_new_tokens + settings.chain + 1
-    with tempfile.TemporaryDirectory(prefix="eyas-vllm-draft-") as folder:
-        exported = export(settings.draft, Path(folder) / "draft", "vllm", dtype=dtype)  # type: ignore[call-overload]
+    with tempfile.TemporaryDirectory(prefix="eyas-vllm-draft-") as directory:
+        exported = export(settings.draft, Path(directory) / "draft", "vllm", dtype=dtype)  # type: ignore[call-overload]
         llm = start_vllm(
             model,
             dtype=dtype,

@@ -1,4 +1,4 @@
-"""`eyas export` and `eyas import`: draft folders as engines load them, and back.
+"""`eyas export` and `eyas import`: draft directories as engines load them, and back.
 
     eyas export --draft DRAFT --format vllm --output-dir OUT
 
@@ -10,11 +10,11 @@ One set of weights, three readers; what differs is `config.json`:
 | sglang | nested `eagle_config.eagle_aux_hidden_state_layer_ids`, mostly our id minus one (`layers.to_sglang`); unknown names are skipped, silently | `midlayer.*` |
 | speculators | top-level, our numbering; sizes inside `transformer_layer_config` | `layers.0.*`, `embed_tokens` |
 
-The vllm and sglang folders carry both keys, so either engine loads either, as far as SGLang can run the draft (`sglang_refuses`). All three
+The vllm and sglang directories carry both keys, so either engine loads either, as far as SGLang can run the draft (`sglang_refuses`). All three
 hand the auxiliary states over in the order of the layers, so `fc` is written in that order. The measured scale of those states is folded into
 it. Later layers of a draft of several take their norm from `input_layernorm` in vLLM and speculators, from `hidden_norm` in SGLang: the
-folders for vLLM and SGLang hold it under both names. A draft that says every token has no vocabulary map. speculators needs the embedding in the file (without it, 0.9.0 runs on memory that
-nobody filled); the two engines share the target's.
+directories for vLLM and SGLang hold it under both names. A draft whose vocabulary is the target's has no map. speculators
+needs the embedding in the file (without it, 0.9.0 runs on memory that nobody filled); the two engines share the target's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from eyas.target.layers import to_sglang
 from eyas.target.model_files import describe_model
 from eyas.target.teacher import load_target_parts
 
-#: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's folder is to go above all.
+#: What an earlier export may have left: anything else is refused, an eyas draft's manifest where an engine's directory is to go above all.
 ENGINE_FILES = {"config.json", "model.safetensors", "README.md", ".*.tmp"}
 
 
@@ -55,10 +55,10 @@ def export(settings: ExportSettings) -> Path:
         InputError: a draft that SGLang cannot run, for SGLang; the target's embedding wanted, but the target gone or changed.
         StoreError: not a draft directory. FolderConflictError: the output directory holds something else.
     """
-    folder, format, dtype = settings.output_dir, settings.format, settings.dtype
-    if folder.resolve() == settings.draft.resolve():
-        raise InputError(f"{folder} is the draft itself", "name another --output-dir")
-    validate_output_directory(folder, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
+    directory, format, dtype = settings.output_dir, settings.format, settings.dtype
+    if directory.resolve() == settings.draft.resolve():
+        raise InputError(f"{directory} is the draft itself", "name another --output-dir")
+    validate_output_directory(directory, DRAFT_FILES if format == "eyas" else ENGINE_FILES)
     model, manifest = load_draft(settings.draft)
     if format == "eyas":
         kept = {
@@ -66,9 +66,9 @@ def export(settings: ExportSettings) -> Path:
             for k in ("target", "dataset_hash", "store", "vocabulary", "training", "acceptance")
             if k in manifest
         }
-        refuse_other_draft(folder, training=manifest.get("training"))
-        save_draft(folder, model.config, draft_weights(model), **kept)
-        return folder
+        refuse_other_draft(directory, training=manifest.get("training"))
+        save_draft(directory, model.config, draft_weights(model), **kept)
+        return directory
     target = manifest.get("target", {})
     refusal = sglang_refuses(model.config, target.get("architecture"))
     if format == "sglang" and refusal is not None:
@@ -80,12 +80,12 @@ def export(settings: ExportSettings) -> Path:
         weights["embed_tokens.weight"] = _embedding(manifest)
     kind = getattr(torch, dtype)
     weights = {k: (v.to(kind) if v.is_floating_point() else v).contiguous() for k, v in weights.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / "model.safetensors", weights, {"format": "pt"})
     build = speculators_config if format == "speculators" else engine_config
-    write_json(folder / "config.json", build(config, dtype, target))
-    (folder / "README.md").write_text(readme(format, folder, config, manifest, refusal), encoding="utf-8")
-    return folder
+    write_json(directory / "config.json", build(config, dtype, target))
+    (directory / "README.md").write_text(readme(format, directory, config, manifest, refusal), encoding="utf-8")
+    return directory
 
 
 def engine_weights(draft: Draft) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def engine_weights(draft: Draft) -> dict[str, Tensor]:
             "a draft with norm_aux and a scale before it cannot be folded", "train it again with this version"
         )
     weights["fc.weight"] = weights["fc.weight"] * scale
-    # A draft that says every token has no map: vLLM and speculators take one for an unknown weight.
+    # A draft whose vocabulary is the target's has no map: vLLM and speculators take one for an unknown weight.
     if draft.config.draft_vocab_size == draft.config.vocab_size:
         del weights["d2t"], weights["t2d"]
     return {key.replace("aux_norms.", "fc_norm."): tensor for key, tensor in weights.items()}
@@ -254,17 +254,19 @@ def _embedding(manifest: dict[str, Any]) -> Tensor:
     return load_target_parts(info).embedding.float()
 
 
-def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, Any], refusal: InputError | None) -> str:
-    """How to serve the folder, and what is known of it. refusal: why SGLang cannot run the draft, if so."""
+def readme(
+    format: str, directory: Path, config: DraftConfig, manifest: dict[str, Any], refusal: InputError | None
+) -> str:
+    """How to serve the directory, and what is known of it. refusal: why SGLang cannot run the draft, if so."""
     target = manifest.get("target", {})
     name = target.get("id", "TARGET")
     if name == EMBEDDED_NAME:  # engines know no such name
         name = str(resolve_model_path(name))
     simulated = (manifest.get("acceptance") or {}).get("simulated") or {}
-    settings = json.dumps({"method": "eagle3", "model": str(folder.resolve()), "num_speculative_tokens": 3})
+    settings = json.dumps({"method": "eagle3", "model": str(directory.resolve()), "num_speculative_tokens": 3})
     sglang = (
         f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {folder.resolve()} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        f"--speculative-draft-model-path {directory.resolve()} --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
     command = sglang if format == "sglang" else f"vllm serve {name} --speculative-config '{settings}'"
     ids = list(config.aux_layer_ids)
@@ -288,6 +290,6 @@ def readme(format: str, folder: Path, config: DraftConfig, manifest: dict[str, A
     if simulated:
         chain = manifest["acceptance"].get("chain")
         lines.append(
-            f"- acceptance length, simulated on held-out samples, chain of {chain}, bonus included: {simulated['acceptance_length']}"
+            f"- acceptance length, simulated on held-out samples, {chain} draft tokens a step, bonus included: {simulated['acceptance_length']}"
         )
     return "\n".join(lines) + "\n"

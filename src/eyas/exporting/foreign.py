@@ -201,15 +201,15 @@ def own_embedding(found: ForeignDraft, embedding: Tensor) -> Tensor | None:
     Raises:
         InputError: of another shape.
     """
-    mine = found.embedding
-    if mine is None:
+    own = found.embedding
+    if own is None:
         return None
-    if mine.shape != embedding.shape:
+    if own.shape != embedding.shape:
         raise InputError(
-            f"{found.path}: embed_tokens.weight is {list(mine.shape)}, the target's {list(embedding.shape)}",
+            f"{found.path}: embed_tokens.weight is {list(own.shape)}, the target's {list(embedding.shape)}",
             "give --model-path the draft's own target",
         )
-    return None if torch.equal(mine, embedding.to(mine.dtype)) else mine
+    return None if torch.equal(own, embedding.to(own.dtype)) else own
 
 
 def check_verifier(found: ForeignDraft, parts: TargetParts) -> None:
@@ -241,7 +241,7 @@ def import_draft(settings: ImportSettings) -> Path:
     """
     source, output_dir, layer_ids = settings.source, settings.output_dir, settings.layer_ids
     model_path = settings.model_path
-    _refuse_own_folder(source)
+    _refuse_own_directory(source)
     validate_output_directory(output_dir, DRAFT_FILES)
     info = describe_model(resolve_model_path(model_path), model_path)
     found = read_foreign_draft(source)
@@ -296,7 +296,7 @@ def import_draft(settings: ImportSettings) -> Path:
     return output_dir
 
 
-def _refuse_own_folder(source: Path) -> None:
+def _refuse_own_directory(source: Path) -> None:
     """Raises InputError for a directory of eyas itself, and says which kind it is."""
     try:
         kind = json.loads((source / MANIFEST).read_text(encoding="utf-8"))["kind"]

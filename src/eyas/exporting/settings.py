@@ -1,4 +1,4 @@
-"""What `eyas export` and `eyas import` are told."""
+"""Settings of `eyas export` and `eyas import`."""
 
 from __future__ import annotations
 

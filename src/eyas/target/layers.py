@@ -49,7 +49,7 @@ def resolve_layer_ids(
         with_final: append id N when it was not asked for.
 
     Raises:
-        InputError: an id that is no number, out of range, or given twice. Two equal ids are never made one silently.
+        InputError: an id that is not a number, out of range, or given twice. Two equal ids are never made one silently.
     """
     if index not in get_args(LayerIndex):
         raise InputError(f"layer index {index!r} is not known", f"--layer-index is {' or '.join(get_args(LayerIndex))}")
@@ -134,7 +134,7 @@ def to_sglang(ids: Sequence[int], architecture: str | None, num_layers: int) -> 
         return [i - 1 for i in ascending]
     if ascending == [1]:
         raise InputError(
-            f"SGLang cannot be told to capture layer 1 alone of a {architecture}",
+            f"SGLang cannot capture layer 1 alone of a {architecture}",
             "train with other --aux-layers for SGLang",
         )
     return [*ascending[1:], 1] if ascending[0] == 1 else ascending

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A target's shape and identity, from its folder alone.
+    """A target's shape and identity, from its directory alone.
 
     `architecture`: outer class. `num_layers`, `hidden_size`, `vocab_size`, `num_heads`, `num_kv_heads`: of the text decoder.
     `config_hash` covers config.json, `weights_hash` every weights file's header, size and three samples of its content (a fine-tuned
@@ -98,13 +98,13 @@ class ModelInfo:
 
 
 def describe_model(
-    folder: Path, name: str | None = None, *, trust_remote_code: bool = False, need_weights: bool = True
+    directory: Path, name: str | None = None, *, trust_remote_code: bool = False, need_weights: bool = True
 ) -> ModelInfo:
-    """Read a model folder.
+    """Read a model directory.
 
     Args:
-        folder: a local Hugging Face model folder. name: how the user called it (kept in manifests).
-        need_weights: False for a folder that holds only a config (dummy weights).
+        directory: a local Hugging Face model directory. name: how the user called it (kept in manifests).
+        need_weights: False for a directory that holds only a config (dummy weights).
 
     Raises:
         InputError: no or unreadable config.json, unknown architecture, or weights missing or cut short.
@@ -113,13 +113,13 @@ def describe_model(
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
-    path = folder / "config.json"
+    path = directory / "config.json"
     try:
         raw = path.read_bytes()
-        _require_target(folder, json.loads(raw))
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _require_target(directory, json.loads(raw))
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist", "give a Hugging Face model folder") from None
+        raise InputError(f"{path} does not exist", "give a Hugging Face model directory") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError, StrictDataclassError) as error:
         raise InputError(
             f"{path} is not readable as a model config: {' '.join(str(error).split())}",
@@ -139,13 +139,13 @@ def describe_model(
         )
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     quantization = _quantization(config)
-    weights = find_weights(folder) if need_weights else Weights({}, {})
-    require_numbers(folder, weights, quantization)
+    weights = find_weights(directory) if need_weights else Weights({}, {})
+    require_numbers(directory, weights, quantization)
     experts = [getattr(text, k, None) for k in ("num_experts", "num_local_experts", "n_routed_experts")]
     return ModelInfo(
-        id=str(name or folder),
-        path=folder,
-        revision=_revision(folder),
+        id=str(name or directory),
+        path=directory,
+        revision=_revision(directory),
         architecture=(config.architectures or ["unknown"])[0],
         model_type=config.model_type,
         num_layers=layers,
@@ -166,12 +166,12 @@ def describe_model(
     )
 
 
-def _require_target(folder: Path, raw: dict[str, Any]) -> None:
+def _require_target(directory: Path, raw: dict[str, Any]) -> None:
     """Refuse a draft's directory: engines load another model in its place, or as what it is not."""
     marks = [key for key in ("speculators_config", "eagle_config", "draft_vocab_size") if key in raw]
     if marks:
         raise InputError(
-            f"{folder} is a draft's directory (`{marks[0]}` in its config.json), not a target's: vLLM would load another model",
+            f"{directory} is a draft's directory (`{marks[0]}` in its config.json), not a target's: vLLM would load another model",
             "give --model-path the target that the draft belongs to",
         )
 
@@ -183,9 +183,9 @@ def _quantization(config: Any) -> dict[str, Any]:
     return {} if found is None else found if isinstance(found, dict) else found.to_dict()
 
 
-def _revision(folder: Path) -> str | None:
-    # A hub snapshot folder is named after its commit.
-    return folder.name if folder.parent.name == "snapshots" else None
+def _revision(directory: Path) -> str | None:
+    # A hub snapshot directory is named after its commit.
+    return directory.name if directory.parent.name == "snapshots" else None
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -193,9 +193,9 @@ def _dtype_name(dtype: Any) -> str:
     return name if name in {"float32", "bfloat16", "float16"} else "bfloat16"
 
 
-def free_bytes(folder: Path) -> int:
-    """Free bytes for this user where `folder` is or will be."""
-    place = folder
+def free_bytes(directory: Path) -> int:
+    """Free bytes for this user where `directory` is or will be."""
+    place = directory
     while not place.exists():
         place = place.parent
     status = os.statvfs(place)

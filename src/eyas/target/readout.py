@@ -254,17 +254,17 @@ def _streams(shape: tuple[int, ...]) -> int:
     return tokens // ROWS
 
 
-def _error(mine: Tensor, own: Tensor) -> float:
+def _error(rebuilt: Tensor, own: Tensor) -> float:
     """Root mean square over rows of the relative L2, so that small rows count like large ones."""
-    if mine.shape != own.shape:
+    if rebuilt.shape != own.shape:
         return float("inf")
-    difference = (mine.double() - own.double()).norm(dim=-1) / own.double().norm(dim=-1).clamp_min(1e-30)
+    difference = (rebuilt.double() - own.double()).norm(dim=-1) / own.double().norm(dim=-1).clamp_min(1e-30)
     return float(difference.square().mean().sqrt())
 
 
-def _require(mine: Tensor, own: Tensor, otherwise: str) -> None:
-    if not _error(mine, own) <= EXACT:
-        raise _NotRebuiltError(f"{otherwise} (off by {_error(mine, own):.2g})")
+def _require(rebuilt: Tensor, own: Tensor, otherwise: str) -> None:
+    if not _error(rebuilt, own) <= EXACT:
+        raise _NotRebuiltError(f"{otherwise} (off by {_error(rebuilt, own):.2g})")
 
 
 def _factor(a: Tensor, b: Tensor, otherwise: str) -> float:

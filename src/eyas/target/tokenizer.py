@@ -12,7 +12,7 @@ from eyas.target.embedded import resolve_model_path
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model folder, hub id or `smollm2`. Raises InputError when there is none."""
+    """The tokenizer of a model directory, hub id or `smollm2`. Raises InputError when there is none."""
     place = resolve_model_path(model_path, weights=False)
     from transformers import AutoTokenizer
 
@@ -21,7 +21,7 @@ def load_tokenizer(model_path: str, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise InputError(
             f"no tokenizer could be loaded from {model_path}: {error}",
-            "give a model's folder or hub id; some tokenizers need --trust-remote-code",
+            "give a model's directory or hub id; some tokenizers need --trust-remote-code",
         ) from None
 
 
@@ -65,7 +65,7 @@ def token_lookup(tokenizer: Any) -> Callable[[bytes], int | None]:
 
 
 def bytes_of(tokenizer: Any, index: int) -> bytes | None:
-    """The bytes that a token stands for; None where they cannot be told from outside."""
+    """The bytes that a token stands for; None where they cannot be known from outside."""
     text = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     name = tokenizer.convert_ids_to_tokens(index)
     if isinstance(name, str) and name.startswith("▁"):  # decoding a lone token drops its space

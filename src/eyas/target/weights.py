@@ -33,57 +33,57 @@ class Weights:
     tensors: dict[str, tuple[Path, str]]
 
 
-def find_weights(folder: Path) -> Weights:
-    """The weights that transformers loads from `folder`, found whole.
+def find_weights(directory: Path) -> Weights:
+    """The weights that transformers loads from `directory`, found whole.
 
     Raises:
         InputError: no weights; a file of the index missing or cut short; a tensor not where the index says, or in two files; files beside
             them that another reader would take as well.
     """
-    index = folder / INDEX
-    if (folder / "adapter_config.json").exists():
+    index = directory / INDEX
+    if (directory / "adapter_config.json").exists():
         raise InputError(
-            f"{folder} holds an adapter (adapter_config.json), which some readers add to the model and others do not",
+            f"{directory} holds an adapter (adapter_config.json), which some readers add to the model and others do not",
             "merge it into the model (peft's `merge_and_unload`), or move it elsewhere",
         )
     promised = _read_index(index) if index.exists() else {}
-    if (folder / SINGLE).exists():
+    if (directory / SINGLE).exists():
         names = [SINGLE]
         others = sorted({*promised.values()} - {SINGLE}) or (
-            [] if promised else sorted(f.name for f in _beside(folder))
+            [] if promised else sorted(f.name for f in _beside(directory))
         )
         if others:
             raise InputError(
-                f"{folder} holds two sets of weights: {SINGLE}, which transformers loads, and {', '.join(others[:3])}, "
+                f"{directory} holds two sets of weights: {SINGLE}, which transformers loads, and {', '.join(others[:3])}, "
                 "which vLLM would load",
                 "move the one that is not meant elsewhere",
             )
     elif promised:
         names = sorted(set(promised.values()))
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not (directory / name).exists()]
         if missing:
             raise InputError(
-                f"{len(missing)} of {len(names)} weights files are missing in {folder}: {', '.join(missing[:5])}",
+                f"{len(missing)} of {len(names)} weights files are missing in {directory}: {', '.join(missing[:5])}",
                 "download them; the index names them",
             )
     else:
-        raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}", _without_weights(folder))
+        raise InputError(f"{directory} holds neither {SINGLE} nor {INDEX}", _without_weights(directory))
     tensors: dict[str, tuple[Path, str]] = {}
     for name in names:
-        for key, entry in read_header(folder / name).items():
+        for key, entry in read_header(directory / name).items():
             if key in tensors:
                 raise InputError(
-                    f"{folder}: {key} is stored in {tensors[key][0].name} and in {name}", "download the model again"
+                    f"{directory}: {key} is stored in {tensors[key][0].name} and in {name}", "download the model again"
                 )
             if key != "__metadata__":
-                tensors[key] = (folder / name, str(entry["dtype"]))
+                tensors[key] = (directory / name, str(entry["dtype"]))
     for key, name in promised.items():
         if key not in tensors or tensors[key][0].name != name:
             raise InputError(
-                f"{folder / name} does not hold {key}, which the index places there",
+                f"{directory / name} does not hold {key}, which the index places there",
                 "index and files are of different downloads",
             )
-    return Weights({folder / name: (folder / name).stat().st_size for name in names}, tensors)
+    return Weights({directory / name: (directory / name).stat().st_size for name in names}, tensors)
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -93,19 +93,19 @@ def _read_index(index: Path) -> dict[str, str]:
         raise InputError(f"{index} is not a weights index: {error}", "download it again") from None
 
 
-def _beside(folder: Path) -> list[Path]:
-    return [f for f in folder.glob("*.safetensors") if f.name != SINGLE and not f.name.startswith("consolidated")]
+def _beside(directory: Path) -> list[Path]:
+    return [f for f in directory.glob("*.safetensors") if f.name != SINGLE and not f.name.startswith("consolidated")]
 
 
-def _without_weights(folder: Path) -> str:
-    if _beside(folder):
+def _without_weights(directory: Path) -> str:
+    if _beside(directory):
         return f"its *.safetensors have other names and no index, so transformers would not load them: add the {INDEX}"
-    if any(folder.glob("*.bin")):
+    if any(directory.glob("*.bin")):
         return "its *.bin are pickles: convert them to safetensors"
     return "download the weights, or use `eyas rehearse` for dummy weights"
 
 
-def require_numbers(folder: Path, weights: Weights, quantization: Mapping[str, Any]) -> None:
+def require_numbers(directory: Path, weights: Weights, quantization: Mapping[str, Any]) -> None:
     """Refuse weights that are codes (integers, fp8) where the config names no scheme by which a loader scales them."""
     if quantization:
         return
@@ -113,7 +113,7 @@ def require_numbers(folder: Path, weights: Weights, quantization: Mapping[str, A
     if coded:
         kind = weights.tensors[coded[0]][1]
         raise InputError(
-            f"{folder}: {len(coded)} weights are stored as {kind} codes, among them {coded[0]}, and config.json has no "
+            f"{directory}: {len(coded)} weights are stored as {kind} codes, among them {coded[0]}, and config.json has no "
             "quantization_config, so no loader would scale them",
             "use the config.json that belongs to these weights",
         )

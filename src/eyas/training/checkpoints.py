@@ -5,7 +5,7 @@
                               state.json          step, seconds trained, best so far
                               rng-<rank>.pt       random states of each rank
 
-A checkpoint is written under `.tmp-...`, flushed and renamed, so a folder with the right name is complete. Full (unsharded) tensors are
+A checkpoint is written under `.tmp-...`, flushed and renamed, so a directory with the right name is complete. Full (unsharded) tensors are
 stored, gathered over FSDP ranks and kept by rank 0.
 """
 
@@ -48,7 +48,7 @@ def full_weights(model: torch.nn.Module, config: DraftConfig) -> dict[str, torch
 
 
 def save_checkpoint(
-    folder: Path,
+    directory: Path,
     step: int,
     config: DraftConfig,
     model: torch.nn.Module,
@@ -57,18 +57,18 @@ def save_checkpoint(
     keep: int,
     ranks: Ranks,
 ) -> Path:
-    """Write `folder/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it.
+    """Write `directory/step-<step>`, then drop the oldest beyond `keep`. Every rank must call it.
 
     Raises:
         DiskFullError: nothing of this checkpoint is left, those before are.
     """
     weights = full_weights(model, config)
     moments = get_optimizer_state_dict(model, optimizer, options=_GATHERED)
-    final = folder / f"step-{step:08d}"
-    work = folder / f".tmp-step-{step:08d}"
+    final = directory / f"step-{step:08d}"
+    work = directory / f".tmp-step-{step:08d}"
     need = 3 * sum(x.nbytes for x in weights.values())  # with the two moments
-    folder.mkdir(parents=True, exist_ok=True)
-    with translate_disk_full(folder, need, work):
+    directory.mkdir(parents=True, exist_ok=True)
+    with translate_disk_full(directory, need, work):
         if ranks.main:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
@@ -84,23 +84,23 @@ def save_checkpoint(
                     os.fsync(file.fileno())
             shutil.rmtree(final, ignore_errors=True)
             os.rename(work, final)
-            fsync_directory(folder)
-            for old in list_checkpoints(folder)[:-keep]:
+            fsync_directory(directory)
+            for old in list_checkpoints(directory)[:-keep]:
                 shutil.rmtree(old)
     ranks.wait()
     return final
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(directory: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(folder.glob("step-*")) if folder.is_dir() else []
+    return sorted(directory.glob("step-*")) if directory.is_dir() else []
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a run that was killed while it saved left in a draft's folder. Nobody else may be writing there."""
-    for path in (folder / "checkpoints").glob(".tmp-step-*"):
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a run that was killed while it saved left in a draft's directory. Nobody else may be writing there."""
+    for path in (directory / "checkpoints").glob(".tmp-step-*"):
         shutil.rmtree(path)
-    for path in folder.glob(".model.safetensors.*.tmp"):
+    for path in directory.glob(".model.safetensors.*.tmp"):
         path.unlink()
 
 

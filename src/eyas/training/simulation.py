@@ -1,7 +1,7 @@
 """Acceptance simulated from the state store: what serving would accept, without running the target.
 
 For each supervised stretch of a held-out sample the walk of greedy speculative decoding is replayed: the last emitted token stands at
-position `at`; the draft guesses the k tokens after it, reading the target's states up to the one before (row at - 1); guesses are
+position `at`; the draft proposes the k tokens after it, reading the target's states up to the one before (row at - 1); they are
 accepted up to the first that is not the target's own next token; the target adds one token of its own; on it goes from there.
 
     acceptance length = tokens emitted / verification rounds, the target's bonus token included
@@ -32,7 +32,7 @@ from eyas.training.ranks import Ranks
 class Acceptance:
     """Counts that add up over samples.
 
-    rounds: verification steps. emitted: tokens, bonus included. accepted: [k] guesses accepted at each place of the chain.
+    rounds: verification steps. emitted: tokens, bonus included. accepted: [k] draft tokens accepted at each position.
     in_vocabulary: supervised tokens' targets inside the draft vocabulary; targets: all of them.
     """
 
@@ -49,7 +49,7 @@ class Acceptance:
 
     @property
     def by_position(self) -> list[float]:
-        """Share of rounds in which the guess at each place was accepted (all before it included)."""
+        """Share of rounds in which the draft token at each position was accepted (all before it included)."""
         return [float(a) / self.rounds if self.rounds else float("nan") for a in self.accepted]
 
     def __add__(self, other: Acceptance) -> Acceptance:
@@ -76,7 +76,7 @@ def walk(hits: np.ndarray, first_row: int, loss_mask: np.ndarray) -> Acceptance:
     """Replay speculative decoding over one sample.
 
     Args:
-        hits: [R, k] bool, guess k of row first_row + r is the target's own token. first_row: the first row's place in the sample.
+        hits: [R, k] bool, draft token k of row first_row + r is the target's own token. first_row: the first row's place in the sample.
         loss_mask: [T]. Each run of ones is an answer; its first token comes from the prefill and is not counted.
     """
     k = hits.shape[1]

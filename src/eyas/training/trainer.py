@@ -273,13 +273,13 @@ class _Run:
     def _schedule(self) -> Iterator[tuple[list[np.ndarray], int]]:
         """This rank's micro-batches and K of each step from here on."""
         s, first = self.settings, self.state.step
-        mine = slice(self.ranks.rank * s.accumulate, (self.ranks.rank + 1) * s.accumulate)
+        own = slice(self.ranks.rank * s.accumulate, (self.ranks.rank + 1) * s.accumulate)
         for step, parts in enumerate(planned_steps(first, self._plan), first):
             if self.total_steps is not None and step >= self.total_steps:
                 return
             # By the clock, K is settled when the step begins, for all ranks alike (`_optimizer_step`).
             single = self.total_steps is not None and self._share(step) < s.ttt_warmup_fraction
-            yield parts[mine], 1 if single else s.ttt_steps
+            yield parts[own], 1 if single else s.ttt_steps
 
     # --- the loop
 

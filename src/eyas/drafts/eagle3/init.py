@@ -1,6 +1,6 @@
 """From a target and a store to a draft that is ready to train: its sizes, its vocabulary, its first weights.
 
-Choices, each measured on the embedded model (`docs/training.md` has the figures):
+Choices, each measured on the embedded model (`benchmarks/results` has the figures):
 - Embedding and head start as the target's rows, the draft's norm as the target's final norm: the head reads what it was made for.
 - Auxiliary states differ by two orders of magnitude in scale, so each dimension is divided by its RMS before `fc` (folded in at export).
 - `fc` starts as the last auxiliary state passed through, attention starts by looking at its own row, and `down_proj` starts at zero:
