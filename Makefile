@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 STAMP_VLLM := $(VENV)/.ready-vllm
+QUICK = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not vllm' -n 2 --dist loadfile --durations=15
 
 .PHONY: setup setup-vllm demo check test lint clean
 
@@ -35,12 +36,14 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Everything but the tests that start an engine.
+# Everything but the tests that start an engine, as two processes of one thread each.
 check: $(STAMP) lint
-	$(BIN)/python -m pytest -m 'not vllm'
+	$(QUICK)
 
+# The engine's tests follow alone: each start has threads and processes of its own.
 test: $(STAMP_VLLM) lint
-	$(BIN)/python -m pytest
+	$(QUICK)
+	$(BIN)/python -m pytest -m vllm --durations=15
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
