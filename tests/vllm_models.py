@@ -225,10 +225,22 @@ def capture(
 def vllm_within() -> Iterator[None]:
     """vLLM with one rank starts within this process, in four seconds; processes that each import it need thirty. What it changes here is put back."""
     import torch
+    from llvmlite.binding import ffi
     from vllm.envs import disable_envs_cache
 
-    within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with mock.patch.dict(os.environ, within), mock.patch.object(torch, "set_num_threads", torch.set_num_threads):
+    # vLLM asks every object in every module for its __dict__, and llvmlite's library calls whatever it is asked for a function.
+    function_of = ffi._lib_wrapper.__getattr__
+
+    def attribute(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return function_of(library, name)
+
+    with (
+        mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+        mock.patch.object(torch, "set_num_threads", torch.set_num_threads),
+        mock.patch.object(ffi._lib_wrapper, "__getattr__", attribute),
+    ):
         disable_envs_cache()  # filled as an engine starts
         yield
     disable_envs_cache()

@@ -508,7 +508,7 @@ def test_wrong_tokenizer_wrong_numbers_no_disk(tiny_model, token_rows, tmp_path,
         "output_dir": str(tmp_path / "s"),
         "layer_ids": [2],
     }
-    with pytest.raises(InputError, match="vocabulary has 128"):
+    with pytest.raises(PreflightError, match=r"token ids: 1 samples hold token ids .* 128 rows"):
         eyas.extract(**options)
     for change, says in [
         ({"batch_size": 0}, "--batch-size is 0"),
