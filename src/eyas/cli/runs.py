@@ -53,10 +53,14 @@ def start_run(
     Args:
         facts: what goes into `run.json`. call: returns the command's exit code, or None for 0.
     """
-    from eyas.runs import background, remote
+    from eyas.runs import background, launched, remote
     from eyas.runs import run as runs
 
     arguments = background.without_flags(typed)
+    if (host or detach) and launched.own_rank() is not None:
+        raise InputError(
+            "--host and --detach start one process, not a launcher's ranks", "leave them out under torchrun"
+        )
     if host:
         there = remote.host_of(host, host_command, host_dir)
         run_id = run_id or runs.new_run_id(name)

@@ -115,5 +115,7 @@ def _again(view: RunView) -> tuple[list[str], str]:
 def _refuse_to_resume(view: RunView) -> None:
     if view.state in ("running", "starting", "stalled") and not view.ended:
         raise FolderConflictError(f"run {view.id} is {view.state}", f"end it first: `eyas runs stop {view.id}`")
+    if view.record.get("launch"):
+        raise InputError(f"run {view.id} was started by a launcher", "give the launcher's command again (torchrun ...)")
     if view.state == "finished":
         raise InputError(f"run {view.id} finished; there is nothing to resume", "give the command again for a new run")

@@ -55,6 +55,7 @@ logger = logging.getLogger("eyas.runs.keeper")
 LONGEST_LINE = 64 * 1024
 #: How long the rest of a run may take to end by itself once the driver is gone, in seconds.
 GRACE = 2.0
+LAUNCHED_GRACE = 20.0
 
 
 class Process:
@@ -149,6 +150,9 @@ class Tee(threading.Thread):
     def run(self) -> None:
         while True:
             data = self.waiting.get()
+            if not data:
+                os.close(self.descriptor)  # whoever reads it sees its end
+                return
             with contextlib.suppress(OSError):  # the terminal is gone
                 while data:
                     data = data[os.write(self.descriptor, data) :]
@@ -302,8 +306,8 @@ class Keeper:
             self._write_down(process)
         elif process is not None and message["say"] == "bye":
             process.said_goodbye = True
-            if process.mark == self.driver:
-                self._settle()
+            if message.get("leaves"):
+                self._settle(process)
                 self._hang_up(client)
         else:
             for descriptor in descriptors:
@@ -333,15 +337,17 @@ class Keeper:
         os.write(descriptor, (json.dumps(record) + "\n").encode())
         os.close(descriptor)
 
-    def _settle(self) -> None:
-        """Write and show all that has been said so far, before the driver hands the terminal back."""
+    def _settle(self, leaving: Process) -> None:
+        """Write and show all that has been said so far, before a process hands the terminal back."""
         for stream in list(self.streams.values()):
             self._read(stream, everything=True)
         for stream in self.streams.values():
-            if stream.process.mark == self.driver:
+            if stream.process is leaving:
                 stream.flush()
                 if stream.tee is not None:
                     stream.tee.drain(2.0)
+                    stream.tee.put(b"")
+                    stream.tee = None
 
     def _hang_up(self, client: socket.socket) -> None:
         self.selector.unregister(client)
@@ -354,6 +360,8 @@ class Keeper:
     def _close(self, stream: Stream) -> None:
         self.selector.unregister(stream.descriptor)
         os.close(stream.descriptor)
+        if stream.tee is not None:
+            stream.tee.put(b"")
         del self.streams[stream.descriptor]
 
     def living(self) -> list[Process]:
@@ -370,7 +378,7 @@ class Keeper:
             self.driver = _driver_in(self.folder)
         if self.driver is not None and not self.driver_left and self._driver_gone():
             self.driver_left = now
-        if self.driver_left and not self.ended_rest and now - self.driver_left > GRACE:
+        if self.driver_left and not self.ended_rest and now - self.driver_left > self._grace():
             self.ended_rest = True
             self.ending = threading.Thread(target=self._end_the_rest, daemon=True)
             self.ending.start()
@@ -381,6 +389,10 @@ class Keeper:
         if any(process.mark == self.driver and process.said_goodbye for process in self.processes):
             return True
         return self.driver is not None and is_alive(self.driver) is False
+
+    def _grace(self) -> float:
+        """A launcher's ranks leave after rank 0, each in its time."""
+        return LAUNCHED_GRACE if "launch" in _record(self.folder) else GRACE
 
     def _end_the_rest(self) -> None:
         def find() -> list[Mark]:
@@ -413,10 +425,17 @@ class Keeper:
         return now - self.started > 30 and not self.clients and not self.streams
 
 
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 def _driver_in(folder: Path) -> Mark | None:
     try:
-        return Mark.from_json(json.loads((folder / "run.json").read_text(encoding="utf-8"))["driver"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Mark.from_json(_record(folder)["driver"])
+    except (KeyError, TypeError):
         return None
 
 

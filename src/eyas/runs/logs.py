@@ -454,8 +454,8 @@ class TerminalStream(io.TextIOWrapper):
                 self.gone = True
 
 
-def attach_driver(folder: Path, watched: bool = True) -> None:
-    """Attach the run's first process. What it prints still reaches the terminal; what C code in it, or a child that is not Python,
+def attach_driver(folder: Path, role: str = "driver", rank: int | None = None, watched: bool = True) -> None:
+    """Attach the run's first process, or a rank that a launcher started. What it prints still reaches the terminal; what C code in it, or a child that is not Python,
     prints reaches the terminal through the keeper. Undone by `detach_driver`.
 
     watched: False for a run in the background, whose stdout and stderr are a file of the run's logs: what the keeper writes down would
@@ -469,7 +469,7 @@ def attach_driver(folder: Path, watched: bool = True) -> None:
     paths = [_STARTUP, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != _STARTUP)]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    _attach(folder, "driver", None, True, terminal=real if watched else (nowhere, nowhere))
+    _attach(folder, role, rank, True, terminal=real if watched else (nowhere, nowhere))
     # Without a keeper (it cannot be started, or this is no Linux) that file is the only one that has the lines.
     shown = real if watched or not _state.get("pipes") else (nowhere, nowhere)
     streams = []
@@ -502,7 +502,7 @@ def detach_driver() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
     _state["leaving"] = True
-    _say_last(say="bye")
+    _say_last(say="bye", leaves=True)
     sys.stdout, sys.stderr = _state["saved"]
     for number in (1, 2):
         os.dup2(_state["real"][number - 1], number, inheritable=True)

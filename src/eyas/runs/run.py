@@ -42,7 +42,7 @@ from eyas.base.errors import (
 )
 from eyas.base.files import translate_disk_full, write_json
 from eyas.base.manifest import made_by, now, package_version
-from eyas.runs import log_records, logs
+from eyas.runs import launched, log_records, logs
 from eyas.runs.processes import RUN_ID_VARIABLE, Mark, gpu_memory_used, host_name, is_alive, this_process
 
 logger = logging.getLogger(__name__)
@@ -253,6 +253,8 @@ def start(
 ) -> Iterator[Run]:
     """Everything inside is one run: folder, logs of every process, heartbeat, and an end that is written down.
 
+    Of several ranks that a launcher started, rank 0 makes the run and the others join it.
+
     Args:
         command: the stage's name. argv: the command line, for `run.json` and `resume` (default: this process's own).
         run_dir: the run's folder (default: a new one under `runs_folder()`).
@@ -274,6 +276,10 @@ def start(
         except ValueError as error:
             raise InputError(str(error), "give --log-level one of those") from None
         os.environ[log_records.LEVEL_VARIABLE] = log_level
+    if launched.own_rank():
+        with _joined(run_dir) as run:
+            yield run
+        return
     argv = list(sys.argv[1:] if argv is None else argv)
     assigned, resumes = os.environ.pop(ASSIGNED_VARIABLE, None), os.environ.pop(RESUMES_VARIABLE, None)
     folder = Path(assigned) if assigned else create(command, argv, run_dir, run_id)
@@ -293,6 +299,7 @@ def start(
         started_at=time.time(),
         status="running",
         **({"resumes": resumes} if resumes else {}),
+        **({"launch": launched.launch_key()} if launched.own_rank() == 0 else {}),
         **facts,
     )
     record["environment"] = {k: v for k, v in record["environment"].items() if "TOKEN" not in k and "KEY" not in k}
@@ -312,6 +319,8 @@ def start(
         if os.getpid() != owner:
             raise  # a forked child that leaves through here: the run is not its own to end
         code, text = _code_of(error), _text_of(error)
+        if code == EXIT_INTERRUPTED and record.get("launch") and _failed_ranks(folder):
+            code, text = 1, "another rank failed, and the launcher ended this one"
         if code == EXIT_INTERRUPTED and _stall_stop(folder):
             code, status = StalledError.exit_code, "stalled"
             raise StalledError(
@@ -333,6 +342,32 @@ def start(
             logger.info("run %s: %s, exit code %d", run.id, status, code)
             logs.detach_driver()
             _current = None
+
+
+@contextlib.contextmanager
+def _joined(run_dir: str | Path | None) -> Iterator[Run]:
+    """A launcher's other ranks: part of the run that rank 0 began, its output in files of its own; nothing of it is this rank's to write."""
+    rank, view = launched.own_rank(), _run_of_rank_0(run_dir)
+    if view is None:
+        logger.warning(
+            "rank %d found no run of rank 0, so its output is not kept: give a --run-dir that all ranks see", rank
+        )
+        yield Run("", Path(), {})
+        return
+    os.environ[RUN_ID_VARIABLE] = view.id
+    logs.attach_driver(view.folder, "rank", rank)
+    restore = _gentle_signals()
+    try:
+        yield Run(view.id, view.folder, view.record)
+    except BaseException as error:
+        expected = isinstance(error, EyasError | SystemExit | KeyboardInterrupt)
+        logger.log(
+            logging.INFO if expected else logging.ERROR, "%s: %s", type(error).__name__, error, exc_info=not expected
+        )
+        raise
+    finally:
+        restore()
+        logs.detach_driver()
 
 
 def _status_for(code: int) -> str:
@@ -367,6 +402,28 @@ def _stall_stop(folder: Path) -> bool:
         return json.loads((folder / "watchdog.json").read_text(encoding="utf-8")).get("stopped") is not None
     except (OSError, ValueError):
         return False
+
+
+def _run_of_rank_0(run_dir: str | Path | None) -> RunView | None:
+    """The run that rank 0 of this launch began, in `run_dir` or among the known ones; None: there was none within `PATIENCE` seconds."""
+    deadline = time.monotonic() + launched.PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            views = [load(Path(run_dir).absolute())] if run_dir else list_runs()
+        except InputError:
+            views = []  # not made yet
+        for view in views:
+            if view.record.get("launch") == launched.launch_key() and not view.ended:
+                return view
+        time.sleep(0.1)
+    return None
+
+
+def _failed_ranks(folder: Path) -> bool:
+    """Whether another process of a run ended with a traceback or a native crash."""
+    from eyas.runs.loglines import first_causes
+
+    return any(cause.role != "driver" for cause in first_causes(folder))
 
 
 def _show_first_causes(run: Run) -> None:
