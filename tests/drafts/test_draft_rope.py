@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from eyas.base.errors import InputError
 from eyas.drafts.eagle3.decoding import DraftDecoder
 from eyas.drafts.eagle3.init import derive_config, rope_of
-from eyas.drafts.eagle3.model import ROPE_KINDS, Draft
+from eyas.drafts.eagle3.model import Draft
+from eyas.drafts.module import ROPE_KINDS
 from eyas.exporting.folders import engine_config, speculators_config
 from eyas.exporting.foreign import same_rope
 from eyas.target.model_files import describe_model

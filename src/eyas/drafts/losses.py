@@ -132,8 +132,32 @@ def step_loss(
         StepLoss; `loss` is differentiable in `x`, and in `head` if it requires a gradient.
     """
     rows = _compiled_rows(loss) if compiled else _weighted_rows(loss)
-    total, correct, alpha = _StepLoss.apply(x, head, teacher, targets, rows, chunk)
-    return StepLoss(total, correct, alpha)
+
+    def measure(z: Tensor, at: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return rows(z, *teacher, targets.states[at], targets.weights[at].to(teacher.lse.dtype))
+
+    total, correct, alpha = chunked_loss(measure, targets, chunk, (x, head))
+    weights = targets.weights.to(alpha.dtype)
+    return StepLoss(total, (correct * weights).sum(), (alpha * weights).sum())
+
+
+#: Logits [c, D] of a chunk, and which of the step's rows they are -> the chunk's loss, its gradient with respect to the logits, and per
+#: row whether its argmax is right, and alpha.
+Measure = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def chunked_loss(
+    measure: Measure, targets: StepTargets, chunk: int, *products: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss over logits that exist for `chunk` rows at a time.
+
+    Args:
+        products: pairs of inputs [R, n] and weights [D, n]; the logits are the sum of their products. targets: which rows.
+
+    Returns:
+        the loss (0-dim, differentiable in all that require a gradient), and per row of `targets` [S] whether it is right, and alpha.
+    """
+    return _ChunkedLoss.apply(measure, targets, chunk, *(x for pair in products for x in pair))
 
 
 def _weighted_rows(loss: str) -> Callable[..., Any]:
@@ -148,8 +172,8 @@ def _weighted_rows(loss: str) -> Callable[..., Any]:
         return (
             (losses * weights).sum(),
             (gradient * weights.unsqueeze(-1)).to(z.dtype),
-            ((z.argmax(-1) == best[states]) * weights).sum(),
-            (alpha * weights).sum(),
+            (z.argmax(-1) == best[states]).to(lse.dtype),
+            alpha,
         )
 
     return weighted
@@ -160,41 +184,42 @@ def _compiled_rows(loss: str) -> Callable[..., Any]:
     return compile_piece(_weighted_rows(loss))
 
 
-class _StepLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, head, teacher, targets, rows, chunk):  # type: ignore[override]
-        want_x, want_head = ctx.needs_input_grad[:2]
-        acc = acc_dtype(x)
-        sums = torch.zeros(3, dtype=acc, device=x.device)
-        grad_x = torch.zeros_like(x) if want_x else None
-        grad_head = torch.zeros_like(head, dtype=acc) if want_head else None
+    def forward(ctx: Any, measure, targets, chunk, *flat):  # type: ignore[override]
+        pairs, wanted = list(zip(flat[::2], flat[1::2], strict=True)), ctx.needs_input_grad[3:]
+        acc = acc_dtype(flat[0])
+        loss = torch.zeros((), dtype=acc, device=flat[0].device)
+        grads = [
+            None if not want else torch.zeros_like(x, dtype=acc if i % 2 else None)
+            for i, (x, want) in enumerate(zip(flat, wanted, strict=True))
+        ]
+        per_row: list[tuple[Tensor, Tensor]] = []
         for start in range(0, len(targets.rows), chunk):
             at = slice(start, start + chunk)
             index = targets.rows[at]
-            x_chunk = x[index]
-            loss, grad_z, correct, alpha = rows(
-                x_chunk @ head.T, *teacher, targets.states[at], targets.weights[at].to(acc)
-            )
-            sums += torch.stack([loss, correct, alpha])
-            if grad_x is not None:
-                real = max(0, min(chunk, targets.count - start))  # the others are padding
-                grad_x.index_copy_(0, index[:real], (grad_z @ head)[:real])
-            if grad_head is not None:
-                grad_head += grad_z.T @ x_chunk
-        ctx.save_for_backward(grad_x, grad_head)
-        ctx.head_dtype = head.dtype
-        loss, correct, alpha = sums.unbind()
+            inputs = [x[index] for x, _ in pairs]
+            z = inputs[0] @ pairs[0][1].T
+            for x, (_, weight) in zip(inputs[1:], pairs[1:], strict=True):
+                z = z + x @ weight.T
+            one, grad_z, *rows = measure(z, at)
+            loss += one
+            per_row.append((rows[0], rows[1]))
+            real = max(0, min(chunk, targets.count - start))  # the others are padding
+            for i, (x, (_, weight)) in enumerate(zip(inputs, pairs, strict=True)):
+                grad_x, grad_weight = grads[2 * i : 2 * i + 2]
+                if grad_x is not None:
+                    grad_x.index_copy_(0, index[:real], (grad_z @ weight)[:real])
+                if grad_weight is not None:
+                    grad_weight += grad_z.T @ x
+        ctx.save_for_backward(*grads)
+        ctx.dtypes = [x.dtype for x in flat]
+        none = loss.new_zeros(0)
+        correct, alpha = (torch.cat(x) for x in zip(*per_row, strict=True)) if per_row else (none, none.clone())
         ctx.mark_non_differentiable(correct, alpha)
-        return loss.clone(), correct, alpha
+        return loss, correct, alpha
 
     @staticmethod
     def backward(ctx: Any, grad_loss, _correct, _alpha):  # type: ignore[override]
-        grad_x, grad_head = ctx.saved_tensors
-        return (
-            None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype),
-            None if grad_head is None else (grad_head * grad_loss).to(ctx.head_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        grads = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (None, None, None, *(None if g is None else (g * grad_loss.to(g.dtype)).to(d) for g, d in grads))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -132,7 +133,8 @@ class Batch:
             key_offsets=move(self.layout.key_offsets),
             query_offsets=move(self.layout.query_offsets),
         )
-        return Batch(
+        return replace(
+            self,
             token_ids=move(self.token_ids),
             positions=move(self.positions),
             aux=move(self.aux),
@@ -182,28 +184,35 @@ def pack(
         useful = [rows[0] for rows in (supervised_rows(mask, k) for k in range(steps)) if len(rows)]
         first_rows.append((int(min(useful)) if useful else length - 1) if skip_prompts else 0)
     layout = Layout.of(lengths, first_rows)
-    starts, query_starts = layout.key_offsets.tolist(), layout.query_offsets.tolist()
+    query_starts = layout.query_offsets.tolist()
 
     targets = []
     for step in range(steps):
         rows = np.concatenate(
             [supervised_rows(m, step) - f + q for m, f, q in zip(loss_masks, first_rows, query_starts, strict=False)]
         )
-        targets.append(_padded(rows, rows + 1 + step, row_multiple))
-
-    query_rows = [np.arange(starts[s] + first_rows[s], starts[s + 1]) for s in range(len(lengths))]
-    return Batch(
-        token_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
-        positions=torch.from_numpy(np.concatenate([np.arange(t) for t in lengths])),
-        aux=torch.cat(list(aux)),
-        final=torch.cat(list(final)),
-        rows=torch.from_numpy(np.concatenate(query_rows)),
-        layout=layout,
-        targets=tuple(targets),
-    )
+        targets.append(padded_targets(rows, rows + 1 + step, row_multiple))
+    return Batch(**lay_out(token_ids, aux, final, layout), targets=tuple(targets))
 
 
-def _padded(rows: np.ndarray, states: np.ndarray, multiple: int) -> StepTargets:
+def lay_out(
+    token_ids: Sequence[np.ndarray], aux: Sequence[Tensor], final: Sequence[Tensor], layout: Layout
+) -> dict[str, Any]:
+    """The fields of a batch that do not depend on what is learnt: samples end to end, the query rows of `layout`."""
+    starts = layout.key_offsets.tolist()
+    rows = [np.arange(starts[s] + first, starts[s + 1]) for s, first in enumerate(layout.first_rows)]
+    return {
+        "token_ids": torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
+        "positions": torch.from_numpy(np.concatenate([np.arange(t) for t in layout.lengths])),
+        "aux": torch.cat(list(aux)),
+        "final": torch.cat(list(final)),
+        "rows": torch.from_numpy(np.concatenate(rows)),
+        "layout": layout,
+    }
+
+
+def padded_targets(rows: np.ndarray, states: np.ndarray, multiple: int = ROW_MULTIPLE) -> StepTargets:
+    """Rows and their states, with rows of weight zero up to a multiple."""
     count = len(rows)
     extra = -count % multiple
     weights = np.concatenate([np.ones(count, np.float32), np.zeros(extra, np.float32)])

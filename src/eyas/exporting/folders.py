@@ -32,8 +32,9 @@ from eyas.base.errors import InputError
 from eyas.base.files import validate_output_directory, write_json
 from eyas.base.settings import takes
 from eyas.base.tensors import write_tensors
-from eyas.drafts.eagle3.model import Draft, DraftConfig, rope_frequencies
+from eyas.drafts.eagle3.model import Draft, DraftConfig
 from eyas.drafts.files import DRAFT_FILES, draft_weights, load_draft, refuse_other_draft, save_draft
+from eyas.drafts.module import rope_frequencies
 from eyas.exporting.settings import ExportSettings
 from eyas.target.embedded import EMBEDDED_NAME, resolve_model_path
 from eyas.target.layers import to_sglang

@@ -30,7 +30,7 @@ from eyas.base.files import content_hash, validate_output_directory
 from eyas.base.manifest import MANIFEST
 from eyas.base.settings import takes
 from eyas.drafts.eagle3.init import rope_of
-from eyas.drafts.eagle3.model import ROPE_KINDS, Draft, DraftConfig, rope_frequencies
+from eyas.drafts.eagle3.model import Draft, DraftConfig
 from eyas.drafts.files import (
     DRAFT_FILES,
     KIND,
@@ -40,6 +40,7 @@ from eyas.drafts.files import (
     save_draft,
     vocabulary_ids,
 )
+from eyas.drafts.module import ROPE_KINDS, rope_frequencies
 from eyas.exporting.settings import ImportSettings
 from eyas.target.embedded import resolve_model_path
 from eyas.target.layers import from_sglang, resolve_layer_ids

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from eyas.base.files import write_text
-from eyas.drafts.eagle3.model import DraftLoss
+from eyas.drafts.module import DraftLoss
 from eyas.drafts.packing import Batch
 from eyas.training.ranks import Ranks
 

@@ -34,8 +34,8 @@ from eyas.base.files import translate_disk_full, validate_output_directory, writ
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
 from eyas.base.settings import takes
-from eyas.drafts.eagle3.model import DraftLoss
 from eyas.drafts.files import save_draft, validate_vocabulary
+from eyas.drafts.module import DraftLoss
 from eyas.drafts.packing import Batch
 from eyas.engines.transformers import sensible_threads
 from eyas.store.reader import open_states

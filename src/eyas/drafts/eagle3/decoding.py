@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyas.drafts.eagle3.model import Draft, finish_rows, project_rows, rms_norm
+from eyas.drafts.eagle3.model import Draft, project_rows
+from eyas.drafts.module import finish_rows, rms_norm
 
 
 class DraftDecoder:

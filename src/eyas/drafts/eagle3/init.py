@@ -20,7 +20,8 @@ from torch import Tensor
 
 from eyas.base.errors import InputError
 from eyas.base.files import content_hash
-from eyas.drafts.eagle3.model import ROPE_KINDS, Draft, DraftConfig
+from eyas.drafts.eagle3.model import Draft, DraftConfig
+from eyas.drafts.module import ROPE_KINDS
 from eyas.drafts.settings import DraftInit
 from eyas.target.model_files import ModelInfo
 from eyas.target.teacher import TargetParts

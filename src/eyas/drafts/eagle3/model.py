@@ -17,112 +17,43 @@ The forward pass is a page: `Draft.ttt_rows`. Sizes, the draft vocabulary and we
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from eyas.base.errors import ContractError, InputError
+from eyas.base.errors import ContractError
 from eyas.drafts.compiled import compile_piece
 from eyas.drafts.eagle3.attention import ttt_attention
-from eyas.drafts.losses import StepLoss, acc_dtype, step_loss, teacher_rows
+from eyas.drafts.losses import StepLoss, step_loss, teacher_rows
+from eyas.drafts.module import (
+    Attention,
+    DraftLoss,
+    DraftModule,
+    DraftSizes,
+    Mlp,
+    RMSNorm,
+    apply_rope,
+    finish_rows,
+    rms_norm,
+)
 from eyas.drafts.packing import Batch
-
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
-    """Shape of a draft.
+class DraftConfig(DraftSizes):
+    """Shape of an EAGLE-3 draft.
 
     Attributes:
-        hidden_size: H, the target's. vocab_size: V, the target's. draft_vocab_size: D.
-        aux_layer_ids: the target's layers that feed the draft (our ids), in the order their states lie side by side.
-        target_layers: N of the target, kept so that ids can be translated at export.
-        rope: `rope_type` (default, linear, llama3, yarn), `rope_theta` and that kind's own keys, as in a Hugging Face config.
         norm_aux: norm each auxiliary state before `fc` (EAGLE-3.1). norm_before_residual: the residual starts from the normed h.
         norm_output: carry norm(u), not u, to the next step (EAGLE-3.1).
-        own_embedding: the draft brought an embedding that is not the target's (`--init-from`, `eyas import`); its files hold it.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    target_layers: int
-    num_layers: int = 1
-    rms_norm_eps: float = 1e-5
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    max_position_embeddings: int = 4096
     norm_aux: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
-    own_embedding: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InputError(
-                f"{self.num_attention_heads} attention heads are not a multiple of {self.num_key_value_heads} key-value heads",
-                "choose --kv-heads that divides --heads",
-            )
-        if self.rope.get("rope_type", "default") not in ROPE_KINDS:
-            raise InputError(
-                f"rope kind {self.rope.get('rope_type')!r} is not one that engines draft with ({', '.join(ROPE_KINDS)})",
-                "pass --rope default to train the draft with plain rope of the same base",
-            )
-        if self.draft_vocab_size > self.vocab_size:
-            raise InputError(
-                f"draft vocabulary of {self.draft_vocab_size} is larger than the target's {self.vocab_size}",
-                "lower --draft-vocab-size",
-            )
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a plain gain; the arithmetic is fp32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), torch.nan))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> the same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in fp32 (fp64 for fp64), returned in x's dtype."""
-    acc = x.to(acc_dtype(x))
-    return (acc * torch.rsqrt(acc.square().mean(-1, keepdim=True) + eps) * weight.to(acc.dtype)).to(x.dtype)
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-    layer.weight = nn.Parameter(torch.full((outputs, inputs), torch.nan))  # NaN first: a weight nobody filled shows
-    return layer
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DraftConfig, inputs: int):
-        super().__init__()
-        self.q_proj = _linear(inputs, config.num_attention_heads * config.head_dim)
-        self.k_proj = _linear(inputs, config.num_key_value_heads * config.head_dim)
-        self.v_proj = _linear(inputs, config.num_key_value_heads * config.head_dim)
-        self.o_proj = _linear(config.num_attention_heads * config.head_dim, config.hidden_size)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: DraftConfig):
-        super().__init__()
-        self.gate_proj = _linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = _linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = _linear(config.intermediate_size, config.hidden_size)
 
 
 class DraftLayer(nn.Module):
@@ -134,9 +65,9 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(H, eps)
         if first:
             self.hidden_norm = RMSNorm(H, eps)
-        self.self_attn = _Attention(config, 2 * H if first else H)
+        self.self_attn = Attention(config, 2 * H if first else H)
         self.post_attention_layernorm = RMSNorm(H, eps)
-        self.mlp = _Mlp(config)
+        self.mlp = Mlp(config)
 
 
 class LayerWeights(NamedTuple):
@@ -151,65 +82,20 @@ class LayerWeights(NamedTuple):
     w_down: Tensor
 
 
-class DraftLoss(NamedTuple):
-    """What a forward pass returns: `loss` to differentiate, and per step (K entries each) sums over supervised rows."""
-
-    loss: Tensor
-    losses: Tensor
-    correct: Tensor
-    alpha: Tensor
-
-
-class Draft(nn.Module):
-    """The draft with its vocabulary maps.
-
-    Buffers: `d2t` [D] int64 (target id = j + d2t[j]), `t2d` [V] bool, `aux_scale` [L*H] fp32: what auxiliary states are multiplied by
-    before `fc` (1 / their measured RMS), folded into `fc` at export. `embed_tokens` is frozen, the target's own
-    unless `own_embedding`.
-    """
-
-    d2t: Tensor
-    t2d: Tensor
-    aux_scale: Tensor
-    inv_freq: Tensor
+class Draft(DraftModule[DraftConfig]):
+    """The EAGLE-3 draft with its vocabulary maps."""
 
     def __init__(self, config: DraftConfig):
-        super().__init__()
-        self.config = config
-        H, aux = config.hidden_size, len(config.aux_layer_ids)
-        self.embed_tokens = nn.Embedding(1, 1, device="meta")
-        self.embed_tokens.weight = nn.Parameter(torch.full((config.vocab_size, H), torch.nan), requires_grad=False)
+        super().__init__(config)
         if config.norm_aux:
-            self.aux_norms = nn.ModuleList([RMSNorm(H, config.rms_norm_eps) for _ in range(aux)])
-        self.fc = _linear(aux * H, H)
+            norms = [RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.aux_layer_ids]
+            self.aux_norms = nn.ModuleList(norms)
         self.layers = nn.ModuleList([DraftLayer(config, first=i == 0) for i in range(config.num_layers)])
-        self.norm = RMSNorm(H, config.rms_norm_eps)
-        self.lm_head = _linear(H, config.draft_vocab_size)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.register_buffer("aux_scale", torch.ones(aux * H))
-        inv_freq, self.rope_scale = rope_frequencies(config)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.compute_dtype = torch.float32
-        self.compiled = False
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
         """`layers`, with their type."""
         return cast("list[DraftLayer]", list(self.layers))
-
-    def check_filled(self) -> None:
-        """Raise ContractError naming weights that are still NaN: nobody loaded or initialised them."""
-        missing = [name for name, p in self.named_parameters() if not bool(torch.isfinite(p).all())]
-        if missing:
-            raise ContractError(
-                f"draft weights never filled (or not finite): {', '.join(missing[:8])}",
-                "the checkpoint lacks them; see --init-from",
-            )
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft vocabulary ids (any shape) -> target token ids."""
-        return draft_ids + self.d2t[draft_ids]
 
     def prepared(self) -> list[LayerWeights]:
         """Each layer's weights cast to the compute dtype, with q, k, v and gate, up fused and the first layer's halves apart."""
@@ -234,18 +120,11 @@ class Draft(nn.Module):
 
     def combine_aux(self, aux: Tensor) -> Tensor:
         """Auxiliary states [T, L*H] as stored -> h^0 [T, H] in the compute dtype."""
-        H = self.config.hidden_size
-        acc = acc_dtype(aux)
-        scaled = (aux.to(acc) * self.aux_scale.to(acc)).to(self.compute_dtype)
+        scaled = self.scaled_aux(aux)
         if self.config.norm_aux:
-            scaled = torch.cat([norm(x) for norm, x in zip(self.aux_norms, scaled.split(H, -1), strict=True)], -1)
+            parts = scaled.split(self.config.hidden_size, -1)
+            scaled = torch.cat([norm(x) for norm, x in zip(self.aux_norms, parts, strict=True)], -1)
         return scaled @ self.fc.weight.to(self.compute_dtype).T
-
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [n, D/2] fp32 (fp64 when computing in fp64), for int64 positions [n]."""
-        acc = torch.promote_types(self.compute_dtype, torch.float32)
-        angles = positions.to(acc).unsqueeze(-1) * self.inv_freq.to(acc)
-        return angles.cos() * self.rope_scale, angles.sin() * self.rope_scale
 
     def ttt_rows(self, batch: Batch, steps: int) -> list[Tensor]:
         """K training-time-test steps over a packed batch.
@@ -355,13 +234,6 @@ class Draft(nn.Module):
         )
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [n, heads, D] by cos, sin [n, D/2], halves paired (first half with second), as Llama does."""
-    a, b = x.to(cos.dtype).chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
 # The element-wise parts and the products between them, as plain functions, so that torch.compile can fuse each as a whole.
 
 
@@ -383,34 +255,7 @@ def _project_kv(h, e_rows, norm, w, cos, sin, eps: float, kv_heads: int):
     return apply_rope(k, cos, sin), v.contiguous()
 
 
-def finish_rows(residual, attended, w_o, post_norm, w_gate_up, w_down, eps: float):
-    """Residual, output projection and gated MLP: [n, H] -> u [n, H]."""
-    u = residual + attended @ w_o.T
-    gate, up = (rms_norm(u, post_norm, eps) @ w_gate_up.T).chunk(2, -1)
-    return u + (nn.functional.silu(gate) * up) @ w_down.T
-
-
 @cache
 def _pieces(compiled: bool):
     pieces = (project_rows, _project_q, _project_kv, finish_rows, rms_norm)
     return tuple(compile_piece(p) for p in pieces) if compiled else pieces
-
-
-def rope_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] fp32 and the factor on cos and sin, by the rope kind's own formula (transformers')."""
-    kind = config.rope.get("rope_type", "default")
-    if kind == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        return 1.0 / (float(config.rope["rope_theta"]) ** exponents), 1.0
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    llama = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope),
-    )
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
-    return inv_freq.float(), float(scale)
