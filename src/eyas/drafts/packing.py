@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 #: Rows of one step are padded up to a multiple of this (with rows of weight zero), so that compiled kernels see few shapes.
 ROW_MULTIPLE = 64
@@ -119,15 +120,15 @@ class Batch:
         """T."""
         return len(self.token_ids)
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> Self:
         """The same batch on `device` (asynchronously from pinned memory)."""
         return self._moved(lambda x: x.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """The same batch in page-locked memory, so that `to` overlaps with computing."""
         return self._moved(lambda x: x.pin_memory())
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         layout = replace(
             self.layout,
             key_offsets=move(self.layout.key_offsets),

@@ -1,0 +1,1 @@
+"""Block drafts: DFlash and DSpark draft a whole block of tokens in one pass."""
