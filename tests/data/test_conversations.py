@@ -133,6 +133,31 @@ def test_answers_that_the_data_mark_are_left_out(mark):
     assert [("left_out" in message) for message in parsed(row).messages] == [False, True, False, False]
 
 
+def test_other_ways_to_say_that_an_answer_is_not_to_be_learnt():
+    row = {"messages": [USER, {**REPLY, "masked": True}, USER, {**REPLY, "trainable": 1}]}
+    assert [("left_out" in message) for message in parsed(row).messages] == [False, True, False, False]
+    for mark in ({"weight": 0}, {"train": False}, {"label": False}):  # of a whole row; the last: preference data
+        with pytest.raises(RowError, match="the row is marked as not to be trained on"):
+            parsed({"prompt": "Hi", "completion": "Hello", **mark})
+        assert parse_row(RawRow("a", 1, {"prompt": "Hi", "completion": "Hello", **mark}), need_answer=False)
+
+
+@pytest.mark.parametrize(
+    "said_so", [{"finish_reason": "length"}, {"stop_reason": "max_tokens"}, {"finish_reason": "MAX_TOKENS"}]
+)
+def test_a_cut_answer_is_known_by_any_of_the_words_for_it(said_so):
+    for row in ({"messages": [USER, {**REPLY, **said_so}]}, {"messages": [USER, REPLY], **said_so}):
+        assert parsed(row).messages[-1]["finish_reason"] == "length"
+
+
+def test_ids_that_are_numbers_join_calls_and_results():
+    calls = [{"id": n, "function": {"name": "f", "arguments": None}} for n in (1, 2)]
+    results = [{"role": "tool", "content": "a", "tool_call_id": n} for n in (2, 1)]
+    messages = parsed({"messages": [USER, {**REPLY, "tool_calls": calls}, *results, REPLY]}).messages
+    assert [message["tool_call_id"] for message in messages[2:4]] == ["2", "1"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_an_empty_answer_is_context():
     row = {"messages": [USER, {"role": "assistant", "content": " \n"}, USER, REPLY]}
     assert [message.get("left_out") for message in parsed(row).messages] == [None, "empty", None, None]
@@ -255,11 +280,18 @@ BREAKS_OFF = {
     "an array with crossed brackets": ("a.json", b"[" + GOOD + b', {"a": [}]', "brackets do not match"),
     "lines cut in a row": ("a.jsonl", GOOD + b'\n{"prompt": "a", "com', "ends in the middle of a row (20 bytes"),
     "a cut gzip": ("a.jsonl.gz", gzip.compress(GOOD + b"\n" + bytes(range(256)) * 99)[:-400], "cut or damaged behind row"),
-    "a false gzip": ("a.jsonl.gz", GOOD + b"\n", "cut or damaged behind row 0 (Not a gzipped file"),
+    "a false gzip": ("a.jsonl.gz", GOOD + b"\n", "incorrect header check"),
     "a cut zstd": ("a.jsonl.zst", pa.compress((GOOD + b"\n") * 9000, "zstd", asbytes=True)[:-9], "cut or damaged behind row"),
     "a cut xz": ("a.json.xz", lzma.compress(GOOD + b"\n")[:-9], "cut or damaged behind row"),
     "a cut bz2": ("a.jsonl.bz2", bz2.compress(GOOD + b"\n")[:-9], "cut or damaged behind row"),
     "a table cut in a quotation": ("a.csv", b'prompt,completion\na,b\na,"b', "not readable as a table from line 3 on"),
+    "a second bz2 that is none": ("a.jsonl.bz2", bz2.compress(GOOD + b"\n") + b"BZx", "cut or damaged behind row 1"),
+    "a second xz that is none": ("a.jsonl.xz", lzma.compress(GOOD + b"\n") + b"x", "cut or damaged behind row 1"),
+    "an empty gzip": ("a.jsonl.gz", b"", "the file is empty"),
+    "an empty array": ("a.json", b"", "the file is empty"),
+    "a table cut in its header": ("a.csv", b"prompt,compl", "ends within its header"),
+    "a table cut in a row": ("a.csv", b"prompt,completion\na,b\na", "in the middle of a row (line 3: 1 of 2 values)"),
+    "a column named twice": ("a.csv", b"prompt,completion,prompt\na,b,c\n", "names prompt more than once"),
     "no Parquet": ("a.parquet", b"PAR1 nothing", "not a readable Parquet file"),
 }  # fmt: skip
 
@@ -271,10 +303,53 @@ def test_files_that_break_off_are_reported_with_what_was_not_read(tmp_path, faul
     *good, last = rows_of(tmp_path / name)
     assert isinstance(last.data, Unreadable)
     assert reason in last.data
-    if "json" in name and not name.endswith(("gz", "xz", "bz2", "zst")):
+    if "json" in name and content and not name.endswith(("gz", "xz", "bz2", "zst")):
         assert [said(row.data) for row in good] == [[("user", "a"), ("assistant", "b")]]
     with pytest.raises(RowError, match=re.escape(str(last.data))):
         parse_row(last)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_a_compressed_file_may_be_cut_anywhere(tmp_path, kind, compress):
+    """Every cut is told, what stands before it is read as it was, and files behind one another are read to the end."""
+    rows = [{"prompt": f"Question {k}", "completion": f"{k * 7919}"} for k in range(30)]
+    table = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in rows)
+    lines = [json.dumps(row) + "\n" for row in rows]
+    text = {"jsonl": "".join(lines), "json": json.dumps(rows), "csv": table}[kind].encode()
+    path = tmp_path / f"a.{kind}.{ {gzip.compress: 'gz', bz2.compress: 'bz2', lzma.compress: 'xz'}[compress] }"
+    whole = compress(text[: len(text) // 2]) + b"\0" * 8 + compress(text[len(text) // 2 :])
+    path.write_bytes(whole)
+    expected = [said(row.data) for row in rows_of(path)]
+    assert len(expected) == 30
+    for cut in range(0, len(whole) - 1, 5):
+        path.write_bytes(whole[:cut])
+        *good, last = rows_of(path)
+        if not isinstance(
+            last.data, Unreadable
+        ):  # just between the two files, where no gap shows: a row is cut or the array open
+            assert cut in range(
+                len(compress(text[: len(text) // 2])), len(whole) - len(compress(text[len(text) // 2 :])) + 1
+            )
+        assert [said(row.data) for row in good] == expected[: len(good)]
+
+
+def test_a_parquet_value_that_is_not_text_is_its_rows_error(tmp_path):
+    prompts = pa.array([b"Hi", b"caf\xe9", b"Hi"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": prompts, "completion": ["Hello"] * 3}), tmp_path / "a.parquet")
+    first, bad, last = rows_of(tmp_path / "a.parquet")
+    assert said(first.data) == said(last.data) == ASKED
+    with pytest.raises(RowError, match="a value that cannot be read"):
+        parse_row(bad)
+
+
+def test_links_are_not_passed_over_in_silence(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_bytes(GOOD + b"\n")
+    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    (tmp_path / "data" / "more").symlink_to(tmp_path, target_is_directory=True)
+    assert files_of(DataSource(str(tmp_path / "data")))[1] == ["more"]
+    assert [isinstance(row.data, Unreadable) for row in rows_of(tmp_path / "data")] == [False, True]
 
 
 def test_a_parquet_file_that_is_damaged_in_its_middle_counts_its_rows(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,8 @@ ROLES = {
     "tool_call": "assistant",
 }
 #: How a message says that its answer is not to be trained on: OpenAI's and ShareGPT's `weight: 0`, Axolotl's `train: false` and others.
-TRAINING_MARKS = ("weight", "train", "training", "loss")
+#: torchtune's `masked: true` says it the other way round.
+TRAINING_MARKS = ("weight", "train", "training", "loss", "trainable")
 #: Marks on *parts* of a message, which a mask of whole answers cannot follow.
 PARTIAL_MARKS = ("train_detail", "training_detail")
 #: The key of a `Conversation`'s message that is context and not supervised, with the reason.
@@ -71,7 +73,10 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class RowError(Exception):
-    """One row cannot be used; the text is the reason, for the report."""
+    """One row cannot be used; the text is the reason, of bounded length and such that it can be written and shown anywhere."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason[:500].encode("utf-8", "backslashreplace").decode())
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,9 @@ def parse_row(
         places = (mapped[name],) if name in mapped else COLUMNS[name]
         return next((row[column] for column in places if row.get(column) is not None), None)
 
+    bad_answer = row.get("label") is False and get("completion") is not None  # preference data (KTO)
+    if need_answer and (bad_answer or row.get("weight") == 0 or row.get("train") is False):
+        raise RowError("the row is marked as not to be trained on")
     if get("input_ids") is not None:
         return _token_row(get("input_ids"), get("loss_mask"), get("labels"))
     found = next((given for name in ("messages", "conversations") if (given := get(name)) is not None), None)
@@ -152,6 +160,8 @@ def parse_row(
     if system and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and _was_cut(row):  # said of the whole row: its last answer
+        answers[-1]["finish_reason"] = "length"
     if need_answer and not answers:
         raise RowError("no assistant turn")
     if need_answer and all(LEFT_OUT in one for one in answers):
@@ -170,7 +180,7 @@ def _no_known_columns(row: Mapping[str, Any], mapped: Mapping[str, str]) -> str:
 
 
 def _check_values(value: Any, level: int = 0) -> None:
-    """Raise RowError for what no tokenizer and no template can take: half characters, endless numbers, bottomless nesting."""
+    """Raise RowError for what no tokenizer and no template can take: half characters, endless numbers, bottomless nesting, dates."""
     if level > MOST_LEVELS:
         raise RowError(f"tools or arguments nested more than {MOST_LEVELS} levels deep")
     if isinstance(value, str):
@@ -191,6 +201,8 @@ def _check_values(value: Any, level: int = 0) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_values(item, level + 1)
+    elif not isinstance(value, float | int | None):
+        raise RowError(f"tools or arguments hold a value that JSON does not have ({type(value).__name__})")
 
 
 def _kind(value: Any) -> str:
@@ -298,17 +310,26 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     elif given is None:
         raise RowError(f"message {number} ({role}) has no content")
     for key in ("name", "tool_call_id"):
-        if isinstance(message.get(key), str):
-            result[key] = message[key]
+        if isinstance(value := message.get(key), str | int):
+            result[key] = str(value)
     return result
+
+
+def _was_cut(said: Mapping[str, Any]) -> bool:
+    """Whether a message or row says that a token limit ended its answer, in the words of OpenAI, Anthropic or Google."""
+    reasons = (said.get("finish_reason"), said.get("stop_reason"))
+    return any(isinstance(reason, str) and reason.lower() in ("length", "max_tokens") for reason in reasons)
 
 
 def _fill_answer(
     number: int, message: Mapping[str, Any], result: dict[str, Any], reasoning: str, is_call: bool
 ) -> None:
     """What only an assistant's message has: reasoning, calls, how it ended, whether it is to be learnt."""
-    fields = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
-    reasoning = next((text for text in fields if isinstance(text, str) and text.strip()), reasoning)
+    for key in ("thinking", "reasoning", "reasoning_content"):
+        thought = message.get(key)
+        if thought is not None and not isinstance(thought, str):
+            raise RowError(f"message {number} has {_kind(thought)} as {key}, expected text")
+        reasoning = thought if thought and thought.strip() else reasoning
     if reasoning:
         result["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or message.get("function_call")  # the second: OpenAI's older form, one object
@@ -316,15 +337,15 @@ def _fill_answer(
         calls, result["content"] = _json(result["content"], f"message {number}: a function call that is not JSON"), ""
     if calls:
         result["tool_calls"] = _tool_calls(number, [calls] if isinstance(calls, dict) else calls)
-    if message.get("finish_reason") == "length":
+    if _was_cut(message):
         result["finish_reason"] = "length"
     if partial := next((key for key in PARTIAL_MARKS if message.get(key)), None):
         raise RowError(f"message {number} has {partial}: only whole messages can be left out of training")
-    for key in TRAINING_MARKS:
+    for key in (*TRAINING_MARKS, "masked"):
         value = message.get(key)
         if value is not None and value not in (0, 1):
-            raise RowError(f"message {number} has the {key} {value!r:.80}: an answer is learnt (1) or not (0)")
-        if value is not None and not value:
+            raise RowError(f"message {number} has the {key} {reprlib.repr(value)}: an answer is learnt (1) or not (0)")
+        if value is not None and bool(value) == (key == "masked"):
             result[LEFT_OUT] = MARKED
     if not result["content"].strip() and not reasoning and not calls:
         result.setdefault(LEFT_OUT, EMPTY)
@@ -361,7 +382,7 @@ def _tool_calls(number: int, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
             raise RowError(f"message {number}: a tool call without a function name")
-        name, arguments = function["name"], function.get("arguments", {})
+        name, arguments = function["name"], {} if function.get("arguments") is None else function["arguments"]
         if isinstance(
             arguments, str
         ):  # the API's form; templates want the object, and text only if it is no JSON object

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from eyas.data.conversations import RowError
 from eyas.data.think_blocks import INLINE_THINK, REASONING_NAMES
 
 
-class MaskError(Exception):
+class MaskError(RowError):
     """The assistant's tokens of one row cannot be derived with certainty; the text is the reason, for the report."""
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from eyas.base.errors import InputError
 from eyas.base.manifest import MANIFEST
-from eyas.data.chat_template import ChatTemplate, MaskError
+from eyas.data.chat_template import ChatTemplate
 from eyas.data.conversations import Conversation, RowError, TokenRow, parse_row, row_of
 from eyas.data.dataset import open_dataset
 from eyas.data.preparation import PACKAGED, packaged
@@ -71,7 +71,7 @@ def load_prompts(spec: str, tokenizer: Any, limit: int | None = None, rows: int 
                 prompts.append(_prompt_of_row(row_of(raw), template))
                 if unknown := unknown_token(prompts[-1], rows):
                     raise RowError(unknown)
-            except (RowError, MaskError) as error:
+            except RowError as error:
                 raise InputError(
                     f"{raw.source}: {error}", "give chat messages, a `question`, a `prompt` or `turns`"
                 ) from None

@@ -90,7 +90,7 @@ class RowMaker:
                 made = self.template.masked_texts(one.item) if isinstance(one.item, Conversation) else []
                 one.renderings = len(made)
                 texts += made
-            except (RowError, MaskError) as error:
+            except RowError as error:
                 one.reason = str(error)
         tokens = iter(self.template.tokens(texts))
         results = []
@@ -113,7 +113,7 @@ class RowMaker:
         result = RowResult(row.place, breaks_off=row.breaks_off, columns=row.columns)
         failed = next((str(one) for one in tokens if isinstance(one, MaskError)), row.reason)
         if failed or row.item is None:
-            return replace(result, reason=_printable(failed or "nothing in it"))
+            return replace(result, reason=failed or "nothing in it")
         settings = self.settings
         pieces: list[Piece] = []
         notes: list[str] = []
@@ -148,11 +148,6 @@ class RowMaker:
         return replace(
             result, pieces=pieces, notes=notes, answers=answers, key=split_key(row.item), lost=lost, left_out=left_out
         )
-
-
-def _printable(reason: str) -> str:
-    """A reason as it can be written and shown anywhere: of bounded length, without half characters."""
-    return reason[:500].encode("utf-8", "backslashreplace").decode()
 
 
 def fit(token_ids: np.ndarray, loss_mask: np.ndarray, max_seq_len: int, on_long: OnLong) -> list[Piece]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bz2
 import csv
-import gzip
 import io
 import json
 import logging
@@ -21,6 +20,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +107,10 @@ def files_of(source: DataSource) -> tuple[list[Path], list[str]]:
     if not path.is_dir() or (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         return [], []
     visible = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-    files = sorted(p for p in visible if p.is_file())
-    data = [p for p in files if _format_of(p)]
+    files = sorted(
+        p for p in visible if p.is_symlink() or not p.is_dir()
+    )  # a link without its file is data that is missing
+    data = [p for p in files if _format_of(p) and not p.is_dir()]
     others = [_shown(p.relative_to(path)) for p in files if p not in set(data)]
     if not data:
         raise InputError(f"{path} holds no data files", f"expected files ending in {', '.join(SUFFIXES)}")
@@ -124,13 +126,14 @@ class _BreaksOffError(Exception):
 
 def _read_file(path: Path) -> Iterator[RawRow]:
     name, number = _shown(path), 0
-    reader, opener = _format_of(path) or (_lines, _plain)
+    reader, opener = _format_of(path) or (_lines, _COMPRESSIONS[""])
     try:
         with open(path, "rb") as raw:
             size = os.fstat(raw.fileno()).st_size
             try:
-                file = io.BufferedReader(opener(raw))
-                for number, data in reader(file):
+                if not size and not path.name.lower().endswith((".jsonl", ".ndjson")):  # lines may be none
+                    raise _BreaksOffError("the file is empty")
+                for number, data in reader(io.BufferedReader(opener(raw))):
                     yield RawRow(name, number, data)
             except _BreaksOffError as error:
                 yield RawRow(name, number + 1, Unreadable(error))
@@ -155,11 +158,20 @@ def _lines(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     if file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         yield from _array(file)
         return
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(_whole_lines(file), 1):
         if not line.endswith(b"\n") and line.strip() and not _is_json(line):
             raise _BreaksOffError(f"the file ends in the middle of a row ({len(line):,} bytes, no line break)")
         if line.strip():
             yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; only at a file's own end may one lack its line break."""
+    for line in file:
+        if not line.endswith(b"\n"):
+            file.read(1)  # raises where the file is damaged here
+        yield line
+    file.read(1)
 
 
 def _is_json(line: bytes) -> bool:
@@ -244,17 +256,38 @@ def _element_end(text: bytes, at: int) -> int | None:
     return None
 
 
-def _csv(file: IO[bytes], delimiter: str = ",") -> Iterator[tuple[int, Any]]:
+def _csv(file: io.BufferedReader, delimiter: str = ",") -> Iterator[tuple[int, Any]]:
     """Rows of a table with a header. A byte that is not UTF-8 becomes a lone surrogate: the row's error, not the file's."""
     csv.field_size_limit(sys.maxsize)
-    lines = (line.decode("utf-8", "surrogateescape") for line in file)
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    last = b""
+
+    def lines() -> Iterator[str]:
+        nonlocal last
+        for last in _whole_lines(file):
+            yield last.decode("utf-8", "surrogateescape")
+
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     try:
         header = [name.removeprefix("\ufeff").strip() for name in next(rows, [])]
+        if not last.endswith((b"\n", b"\r")):
+            raise _BreaksOffError("the file ends within its header")
+        if twice := [name for name, count in Counter(header).items() if count > 1]:
+            raise _BreaksOffError(f"the header names {', '.join(twice)} more than once; its rows were not read")
         first = rows.line_num + 1
         for values in rows:
+            cut = not last.endswith((b"\n", b"\r"))
             if len(values) == len(header):
+                if cut and isinstance(
+                    name := getattr(file.raw, "name", None), str
+                ):  # a cut compressed file says so itself
+                    log.warning(
+                        "%s:%d: no line break behind the last row; nothing can tell whether it is cut", name, first
+                    )
                 yield first, {name: value for name, value in zip(header, values, strict=True) if value}
+            elif cut:
+                raise _BreaksOffError(
+                    f"the file ends in the middle of a row (line {first}: {len(values)} of {len(header)} values)"
+                )
             elif values:
                 yield first, BadRow(f"{len(values)} values under a header of {len(header)} columns")
             first = rows.line_num + 1
@@ -264,7 +297,7 @@ def _csv(file: IO[bytes], delimiter: str = ",") -> Iterator[tuple[int, Any]]:
         ) from None
 
 
-def _tsv(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+def _tsv(file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
     return _csv(file, "\t")
 
 
@@ -274,15 +307,25 @@ def _parquet(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
 
     number = rows = 0
     try:
-        table = pq.ParquetFile(file)
+        table = pq.ParquetFile(file, page_checksum_verification=True)
         rows = table.metadata.num_rows
         for batch in table.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
+            for row in _rows_of(batch):
                 number += 1
-                yield number, without_nulls(row)
+                yield number, row
     except (pa.ArrowException, OSError) as error:
         left = f"{rows - number:,} of its {rows:,} rows were not read" if rows else "none of its rows was read"
         raise _BreaksOffError(f"not a readable Parquet file: {error}; {left}") from None
+
+
+def _rows_of(table: Any) -> Iterator[Any]:
+    """The rows of an Arrow table; one with a value that Python cannot hold (text that is not UTF-8, a date beyond all years) is bad alone."""
+    for at in range(table.num_rows):
+        try:
+            [row] = table.slice(at, 1).to_pylist()
+            yield without_nulls(row)
+        except (ValueError, OverflowError) as error:
+            yield BadRow(f"a value that cannot be read: {error}")
 
 
 def without_nulls(value: Any) -> Any:
@@ -294,25 +337,65 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _plain(raw: Any) -> Any:
-    return raw
+class _Chunks(io.RawIOBase):
+    """A file of chunks of bytes. Where they end in an error, all before it can be read first; the read behind them raises it."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._left = chunks, b""
+        self._error: Exception | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._error is not None:
+            raise self._error
+        try:
+            while not self._left:
+                self._left = next(self._chunks)
+        except StopIteration:
+            return 0
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            self._error = error
+            return 0
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
 
 
-def _gzip(raw: IO[bytes]) -> Any:
-    return gzip.GzipFile(fileobj=raw)
+def _unpacked(raw: IO[bytes], new_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """The text of a compressed file, or of several one behind the other (with zeros between), to the last byte: the standard library's
+    own readers take what is no compressed file behind the first for its end."""
+    decoder = new_decoder()
+    while chunk := raw.read(1024):  # little, so that what stands before a damage comes out
+        while chunk and (not decoder.eof or (chunk := chunk.lstrip(b"\0"))):
+            decoder = new_decoder() if decoder.eof else decoder
+            yield decoder.decompress(chunk)
+            chunk = decoder.unused_data
+    if not decoder.eof:
+        raise EOFError("the compressed text has no end")
+
+
+def _opener(new_decoder: Callable[[], Any]) -> Callable[[IO[bytes]], Any]:
+    return lambda raw: _Chunks(_unpacked(raw, new_decoder))
 
 
 def _zstd(raw: IO[bytes]) -> Any:
     import pyarrow as pa
 
-    return pa.CompressedInputStream(raw, "zstd")
+    stream = pa.CompressedInputStream(raw, "zstd")
+    return _Chunks(iter(lambda: stream.read(1 << 16), b""))
 
 
 _FORMATS: dict[str, Callable[[Any], Iterable[tuple[int, Any]]]] = {
     ".jsonl": _lines, ".ndjson": _lines, ".json": _lines, ".parquet": _parquet, ".csv": _csv, ".tsv": _tsv,
 }  # fmt: skip
 _COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
-    "": _plain, ".gz": _gzip, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile, ".zst": _zstd,
+    "": lambda raw: raw,
+    ".gz": _opener(lambda: zlib.decompressobj(wbits=31)),
+    ".bz2": _opener(bz2.BZ2Decompressor),
+    ".xz": _opener(lzma.LZMADecompressor),
+    ".zst": _zstd,
 }  # fmt: skip
 #: Endings of the files that are read.
 SUFFIXES = tuple(kind + packed for packed in _COMPRESSIONS for kind in _FORMATS if not packed or kind != ".parquet")
@@ -352,7 +435,7 @@ def _saved_dataset(path: Path, source: DataSource) -> Iterator[RawRow]:
         path = path / source.split
     try:
         loaded = _datasets().load_from_disk(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"--data {path}: `datasets` could not load it: {error}", "save the data set again") from None
     yield from _records(loaded, _shown(path))
 
@@ -374,7 +457,8 @@ def _records(loaded: Any, name: str) -> Iterator[RawRow]:
 
     number = 0
     try:
-        for number, row in enumerate(loaded, 1):
-            yield RawRow(name, number, without_nulls(dict(row)))
+        tables = loaded.with_format("arrow").iter(256)
+        for number, row in enumerate((row for table in tables for row in _rows_of(table)), 1):
+            yield RawRow(name, number, row)
     except (pa.ArrowException, OSError, ValueError, _datasets().exceptions.DatasetsError) as error:
         yield RawRow(name, number + 1, Unreadable(f"the data set breaks off behind row {number}: {error}"))
