@@ -34,7 +34,14 @@ class ContractError(EyasError, code=5):
 
 
 class ParityError(EyasError, code=6):
-    """Gate 4: the captured states are not the states of the layers that were asked for."""
+    """Gate 4: the captured states are not the states of the layers that were asked for.
+
+    `check` failed, with `value` where at most `allowed` would have passed (0: equality was asked for).
+    """
+
+    def __init__(self, what: str, remedy: str = "", *, check: str = "", value: float = 0.0, allowed: float = 0.0):
+        super().__init__(what, remedy)
+        self.check, self.value, self.allowed = check, value, allowed
 
 
 class StoreError(EyasError, code=7):

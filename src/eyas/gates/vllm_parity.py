@@ -1,7 +1,7 @@
 """Gate 4 on a loaded vLLM, at its own tensor parallel size and precision, without a second copy of the model. See `parity`.
 
-Passes: the samples as bulk takes them; once more with a witness in every rank (hooks on the decoder layers, the model's own logits,
-uncompiled); the shortest and the longest alone. All through the capture path, into temporary stores that are read back.
+Passes: the samples as bulk takes them, a witness in every rank keeping the model's own logits; once more uncompiled, with hooks on the
+decoder layers; the shortest and the longest alone. All through the capture path, into temporary stores that are read back.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
 from eyas.base.errors import EngineError, ParityError
 from eyas.data.dataset import Sample
+from eyas.engines.vllm.capture import owner_of
 from eyas.gates.evidence import LIMIT, judge_same_pass, judge_states, judge_target, require_shapes
 from eyas.gates.reference import judge_against_reference, length_breaks, spread_positions, why_loose
 from eyas.store.format import StoreSpec, write_store_manifest
@@ -40,17 +42,20 @@ def vllm_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, Any]
     info, dtype, N = own.model, own.dtype, own.model.num_layers
     random_weights = own.load_format == "dummy"
     prefix = f".parity-{own.part.name}" if own.shared_folder else "eyas-parity-"
+    samples = _for_every_rank(samples, own.tp_size)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=own.shared_folder) as base:
-        batched = _captured(engine, samples, Path(base) / "batched")
         positions = spread_positions(samples, info.vocab_size) if N in engine.layer_ids else {}
+        with engine.witnessed(Path(base), positions, layers=False) as before:
+            batched = _captured(engine, samples, Path(base) / "batched")
+        _, as_in_bulk = _read_witness(before, samples) if positions else ([], [])
         with engine.witnessed(Path(base), positions) as ranks:
             seen = _captured(engine, samples, Path(base) / "seen")
+        witness, logits = _read_witness(ranks, samples)
         ordered = sorted(samples, key=len)
         few = list({one.id: one for one in (ordered[0], ordered[-1])}.values())
         alone = [_captured(engine, [sample], Path(base) / f"alone-{i}")[0] for i, sample in enumerate(few)]
-        witness, logits = _read_witness(ranks, samples)
-    require_shapes(samples, batched, info.hidden_size)
-    require_shapes(samples, seen, info.hidden_size)
+    for captured in (batched, seen):
+        require_shapes(samples, captured, info.hidden_size)
     parts = load_target_parts(info) if N in engine.layer_ids and not random_weights else None
     normed = [None if parts is None else final_norm(one[N].float(), parts) for one in witness]
     checks = judge_same_pass(samples, seen, witness, N, normed)
@@ -61,23 +66,27 @@ def vllm_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, Any]
         "positions": sum(len(s) for s in samples),
     }
     if parts is not None:
-        final = torch.cat([one[N][positions[s.id]] for s, one in zip(samples, seen, strict=True)])
         quantised = info.quantises_activations()
-        kl, agreement, found = judge_target(
-            final, torch.cat(logits), parts, dtype, quantised=quantised, where="the engine's own pass"
-        )
-        report |= {"target_kl": kl, "top1_agreement": agreement}
-        checks |= found
+        for where, states, own_logits in (
+            ("the engine's own pass, uncompiled", seen, logits),
+            ("the engine's own pass", batched, as_in_bulk),
+        ):
+            final = torch.cat([one[N][positions[s.id]] for s, one in zip(samples, states, strict=True)])
+            kl, agreement, found = judge_target(
+                final, torch.cat(own_logits), parts, dtype, quantised=quantised, where=where
+            )
+            report |= {"target_kl": kl, "top1_agreement": agreement}
+            checks |= found
     loose = why_loose(info, dtype)
-    strict = loose is None and not random_weights
+    strict, proven = loose is None and not random_weights, parts is not None
     report["uncompiled_relative_l2"], found = judge_states(
-        samples, batched, witness, N, LIMIT[dtype], strict=strict, against="an uncompiled pass"
+        samples, batched, witness, N, LIMIT[dtype], strict=strict, by_target=proven, against="an uncompiled pass"
     )
     checks |= found
     by_id = {one.id: states for one, states in zip(samples, batched, strict=True)}
     batch = [by_id[one.id] for one in few]
     report["alone_relative_l2"], found = judge_states(
-        few, batch, alone, N, LIMIT[dtype], strict=strict, against="each sample alone"
+        few, batch, alone, N, LIMIT[dtype], strict=strict, by_target=proven, against="each sample alone"
     )
     checks |= found
     report["note"] = (
@@ -94,6 +103,21 @@ def vllm_parity(engine: VllmEngine, samples: Sequence[Sample]) -> dict[str, Any]
     return {**report, "checks": checks}
 
 
+def _for_every_rank(samples: Sequence[Sample], ranks: int) -> list[Sample]:
+    """The samples, and one of them again under other masks (which give other ids) until each tensor parallel rank writes some."""
+    more, writers = list(samples), {owner_of(one.id, ranks) for one in samples}
+    base = min((one for one in samples if len(one) >= 16), key=len, default=max(samples, key=len))
+    random = np.random.default_rng(0)
+    for _ in range(100 * ranks):
+        if len(writers) == ranks:
+            break
+        one = Sample.of(base.token_ids, random.integers(0, 2, len(base)).astype(np.uint8))
+        if (writer := owner_of(one.id, ranks)) not in writers:
+            writers.add(writer)
+            more.append(one)
+    return more
+
+
 def _captured(engine: VllmEngine, samples: Sequence[Sample], folder: Path) -> States:
     """States of `samples` out of a temporary store, made by the very path that bulk takes."""
     folder.mkdir()
@@ -104,7 +128,9 @@ def _captured(engine: VllmEngine, samples: Sequence[Sample], folder: Path) -> St
         [samples], folder, spec, shard_bytes=2**26, done=(), progress=lambda _: None, stop=threading.Event()
     )
     if result.rejected:
-        raise ParityError(f"parity: {result.rejected[0][1]}", "the capture path does not work for this model")
+        raise ParityError(
+            f"parity: {result.rejected[0][1]}", "the capture path does not work for this model", check="finite"
+        )
     write_store_manifest(folder, spec, "complete", shards=result.shards)
     states = open_states(folder)
     return [{i: rows.clone() for i, rows in states[states.index_of(one.id)].hidden.items()} for one in samples]
@@ -146,6 +172,7 @@ def _require_same_rank(first: torch.Tensor | None, rows: torch.Tensor, sample: S
         raise ParityError(
             f"parity, sample {sample.id}, layer {layer}: tensor parallel ranks hold different residual streams",
             "one rank computes other numbers than the first: check its GPU, its weights and NCCL",
+            check="ranks agree",
         )
 
 

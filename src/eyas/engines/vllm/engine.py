@@ -285,13 +285,17 @@ class VllmEngine:
             raise
 
     @contextmanager
-    def witnessed(self, folder: Path, positions: Mapping[str, Sequence[int]]) -> Iterator[list[dict[str, Any]]]:
-        """While active, hooks look at the passes that are captured (see `witness.Witness`); afterwards the list holds each rank's answer.
+    def witnessed(
+        self, folder: Path, positions: Mapping[str, Sequence[int]], *, layers: bool = True
+    ) -> Iterator[list[dict[str, Any]]]:
+        """While active, a witness looks at the passes that are captured (see `witness.Witness`); afterwards the list holds each rank's answer.
 
-        folder: on every rank's host. positions: sample id -> positions whose logits are kept, ascending.
+        folder: on every rank's host. positions: sample id -> positions whose logits are kept, ascending. layers: with hooks on the
+        decoder layers, the model uncompiled; False for its logits alone, the pass as in bulk.
         """
         answers: list[dict[str, Any]] = []
-        self._rpc("eyas_witness", {"folder": str(folder), "positions": {k: list(v) for k, v in positions.items()}})
+        asked = {"folder": str(folder), "positions": {k: list(v) for k, v in positions.items()}, "layers": layers}
+        self._rpc("eyas_witness", asked)
         try:
             yield answers
         finally:

@@ -2,7 +2,7 @@
 
 The auxiliary interface and a hook read one tensor by two ways, so in one pass they must agree bit for bit; and the logits that the model
 computes in that pass belong to the target state of that pass, however its experts route. A compiled model calls no hooks: while a witness
-looks, the model runs uncompiled. Only gate 4 pays for it, with one more pass over its few samples.
+looks at layers, the model runs uncompiled. Only gate 4 pays for it, with one more pass over its few samples.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Witness:
     """On one rank, from `__init__` to `close`: keeps streams and logits of whole samples, then writes them to a file.
 
     Args:
-        model, decoder, layers: the loaded model, its decoder and the decoder's layers. ids: layer ids to keep, of this pipeline stage.
+        model, decoder, layers: the loaded model, its decoder and the decoder's layers. ids: layer ids to keep, of this pipeline stage;
+            without any the model runs as it does in bulk, and only its logits are kept.
         positions: sample id -> positions whose logits are kept. file: where they go.
         owner, owners: as in `Capture`; a rank that is not the first keeps the samples that it owns, the first keeps all.
         logits: whether this rank's stage has the head.
@@ -86,7 +87,7 @@ class Witness:
         self._samples: dict[str, tuple[str, int]] = {}
         self._caught: dict[int, torch.Tensor] = {}
         self._handles = stream_hooks(decoder, layers, self.ids, self._catch)
-        self._compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
+        self._compiled = [m for m in model.modules() if self.ids and getattr(m, "do_not_compile", True) is False]
         for module in self._compiled:
             module.do_not_compile = True
 

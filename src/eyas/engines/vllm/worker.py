@@ -347,7 +347,7 @@ class CaptureWorker(PlatformWorker):
             return _as_record(error)
 
     def eyas_witness(self, settings: dict[str, Any] | None) -> dict[str, Any]:
-        """Let a `Witness` look at the next passes (`settings`: `folder`, `positions`), or, with None, end it. Returns what its `close` does."""
+        """Let a `Witness` look at the next passes (`settings`: `folder`, `positions`, `layers`), or, with None, end it. Returns what its `close` does."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         if settings is None:
@@ -361,9 +361,9 @@ class CaptureWorker(PlatformWorker):
             self.model_runner.get_model(),
             decoder,
             layers,
-            ids=sorted(i for i in near if first <= i < end or i == end == len(layers)),
+            ids=sorted(i for i in near if first <= i < end or i == end == len(layers)) if settings["layers"] else [],
             positions=settings["positions"],
-            file=Path(settings["folder"]) / f"witness-r{self.rank:03d}.safetensors",
+            file=Path(settings["folder"]) / f"witness-{settings['layers']:d}-r{self.rank:03d}.safetensors",
             owner=tp.rank_in_group,
             owners=tp.world_size,
             logits=get_pp_group().is_last_rank,
