@@ -101,7 +101,6 @@ class FaultyWorker(CaptureWorker):
     ) -> torch.Tensor:
         """What is handed out for `layer` in place of its rows [rows, H]."""
         rows = held[layer].clone()
-        some = slice(len(rows) // 2, len(rows) // 2 + len(rows) // 4 + 1)
         match what:
             case "early":
                 return held[layer - 1]
@@ -115,12 +114,11 @@ class FaultyWorker(CaptureWorker):
                 return _alone(first_norm_of(decoder_layers(self._path[-1][1])[0])(rows))
             case "neighbours' rows":
                 return rows.roll(1, 0)
-            case "stale rows":  # a quarter of a step's rows is still that of the step before
-                old = before.get(layer)
-                if old is not None and len(old) >= some.stop:
-                    rows[some] = old[some]
+            case "stale rows":  # every fourth row is still that of the step before
+                old = before.get(layer, rows)[1 : len(rows) : 4]
+                rows[1 : 4 * len(old) + 1 : 4][: len(old)] = old[: len(rows[1 : 4 * len(old) + 1 : 4])]
             case "NaN row":
-                rows[some.start] = float("nan")
+                rows[len(rows) // 2] = float("nan")
             case "noise":
                 noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(len(rows))).to(rows.device)
                 size = torch.linalg.vector_norm(rows.float(), dim=1, keepdim=True) / rows.shape[1] ** 0.5

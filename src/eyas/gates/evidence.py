@@ -32,11 +32,11 @@ LIMIT = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 TAIL = 0.05
 #: Two passes of one engine: a layer's median error may be this many times that of the target state (whose pass is proven by its logits),
 #: and is always allowed this many roundings of the dtype.
-TIMES_TARGET, EPSILONS = 4.0, 4.0
+TIMES_TARGET, EPSILONS = 4.0, 2.0
 #: Up to this relative error a state resembles another; beyond, they are different things.
 RESEMBLES = 0.3
 #: Largest KL divergence of the rebuilt teacher, as a multiple of what the dtype's own rounding makes of it; and always allowed.
-ROUNDINGS, NOTHING = 30.0, 1e-5
+ROUNDINGS, NOTHING = 15.0, 1e-5
 #: The same where activations are quantised, which no rounding of ours imitates.
 QUANTISED_KL = 0.05
 #: The check of `judge_same_pass`.
