@@ -114,9 +114,9 @@ class FaultyWorker(CaptureWorker):
                 return _alone(first_norm_of(decoder_layers(self._path[-1][1])[0])(rows))
             case "neighbours' rows":
                 return rows.roll(1, 0)
-            case "stale rows":  # every fourth row is still that of the step before
-                old = before.get(layer, rows)[1 : len(rows) : 4]
-                rows[1 : 4 * len(old) + 1 : 4][: len(old)] = old[: len(rows[1 : 4 * len(old) + 1 : 4])]
+            case "stale rows":  # every fourth row is still one of the step before
+                old = before.get(layer, rows).roll(7, 0)[: len(rows)]
+                rows[: len(old)][1::4] = old[1::4]
             case "NaN row":
                 rows[len(rows) // 2] = float("nan")
             case "noise":

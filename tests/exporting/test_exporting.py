@@ -1,6 +1,7 @@
 """Exported drafts: what each engine reads is there, in its own numbering, and the draft that comes back is the same function."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -249,6 +250,7 @@ def test_command_line_from_store_to_engine_folder(work, tmp_path):
         "--mlp", 64, "--dtype", "float32", "--track", "none",
     )  # fmt: skip
     assert "draft vocabulary of 64 tokens covers" in said
+    assert re.search(r"states: passed \S+: bytes, parity", said)
     assert "simulated acceptance length" in said
     assert load_draft(tmp_path / "draft")[0].config.intermediate_size == 64
     assert "vllm serve" in eyas("export", "--draft", tmp_path / "draft", "--output-dir", tmp_path / "out")

@@ -57,7 +57,6 @@ def validate_store(
     """
     manifest = states.manifest
     mark = read_mark(manifest)
-    log.info("states: %s", "not verified" if mark is None else mark.text)
     if (mark is None or not mark.passed) and not allow_unverified:
         found = "" if mark is None else "\n  ".join(mark.problems)
         raise StoreError(

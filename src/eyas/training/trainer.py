@@ -38,6 +38,7 @@ from eyas.drafts.files import save_draft, validate_vocabulary
 from eyas.drafts.module import DraftLoss
 from eyas.drafts.packing import Batch
 from eyas.engines.transformers import sensible_threads
+from eyas.gates.mark import read_mark
 from eyas.store.reader import open_states
 from eyas.target.embedded import resolve_model_path
 from eyas.target.model_files import describe_model
@@ -291,7 +292,9 @@ class _Run:
             state.before = self.held_out.simulate(self.model, self.teacher, self.t2d).summary()
         if ranks.main:
             vocabulary = {"size": len(self.inputs.vocabulary.ids), "coverage": self.inputs.vocabulary.coverage}
-            self.progress({"step": state.step, "before": state.before, "vocabulary": vocabulary})
+            mark = read_mark(self.inputs.states.manifest)
+            proven = "not verified" if mark is None else mark.text
+            self.progress({"step": state.step, "before": state.before, "vocabulary": vocabulary, "states": proven})
         self.began = time.monotonic() - state.seconds
         if state.step and self._out_of_time():  # a finished run, asked for again: not a step more
             self.total_steps = state.step

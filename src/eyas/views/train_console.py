@@ -29,6 +29,7 @@ class TrainDisplay:
     def update(self, figures: dict[str, Any]) -> None:
         """Take one report of the training loop."""
         if "vocabulary" in figures:
+            say(f"states: {figures['states']}")
             size, coverage = figures["vocabulary"]["size"], figures["vocabulary"]["coverage"]
             say(f"draft vocabulary of {size:,} tokens covers {100 * coverage:.2f} % of the supervised ones")
             if figures["before"]:
