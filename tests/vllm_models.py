@@ -40,11 +40,13 @@ EXPERTS = {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_
 
 
 def tiny_config(kind: str) -> Any:
-    """`llama`, `qwen3_moe`, `deepseek_v3` or `gpt2` (no auxiliary-state interface in vLLM)."""
+    """`llama`, `gemma3` (no auxiliary-state interface in vLLM), `qwen3_moe`, `deepseek_v3` or `gpt2` (no auxiliary-state interface in vLLM)."""
     import transformers as t
 
     if kind == "llama":
         return t.LlamaConfig(**COMMON)
+    if kind == "gemma3":
+        return t.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=32, query_pre_attn_scalar=32)
     if kind == "qwen3_moe":
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
         return t.Qwen3MoeConfig(**COMMON, head_dim=32, decoder_sparse_step=1, **experts)

@@ -23,9 +23,11 @@ from vllm_models import (
 
 from eyas.base.errors import ContractError, PreflightError
 from eyas.engines.contract import HOPS, read_hops
+from eyas.engines.vllm.interface import capture_for, has_interface
 from eyas.engines.vllm.start import VllmSettings, refuse_impossible
 from eyas.extraction.extract import extract
 from eyas.gates.verification import verify
+from eyas.store.format import read_store_manifest
 from eyas.store.reader import open_states
 from eyas.target.model_files import describe_model
 
@@ -118,14 +120,52 @@ def test_a_model_without_the_interface_says_so_and_hooks_work(
 ) -> None:
     model, samples = vllm_model("gpt2"), random_samples(LENGTHS, seed=5)
     # What a rank meets while it loads crosses two processes and vLLM's own error.
-    with pytest.raises(ContractError, match="--capture hooks") as caught, running(model, [1, 2, 4], processes=True):
+    with pytest.raises(ContractError, match="--capture auto") as caught, running(model, [1, 2, 4], processes=True):
         pass
     assert "GPT2LMHeadModel" in str(caught.value)
+    assert capture_for(describe_model(model)) == "hooks"
     with running(model, [1, 2, 4], capture="hooks") as engine:
         result = capture(engine, samples, tmp_path / "store")
     assert not result.rejected
     worst = worst_error(open_states(tmp_path / "store"), reference_states(model, samples, [1, 2, 4]))
     assert max(worst.values()) < 1e-5, worst
+
+
+def test_a_model_without_the_interface_is_run_by_vllms_transformers_backend(
+    vllm_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two ranks, sliding windows, id 0, and gate 4: the command line chooses the way."""
+    model, samples = vllm_model("gemma3"), random_samples(LENGTHS, seed=8)
+    options = ["--engine", "vllm", "--tp-size", "2", "--layer-ids", "0,2,5", "--model-path", model]
+    rows = write_dataset(tmp_path / "rows.jsonl", samples)
+    run = eyas_process("extract", *options, "--prepared-data", rows, "--output-dir", tmp_path / "store")
+    said, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, said + errors
+    assert read_store_manifest(tmp_path / "store")["engine"]["path"] == ["TransformersForCausalLM", "Gemma3TextModel"]
+    worst = worst_error(open_states(tmp_path / "store"), reference_states(model, samples, [0, 2, 5, 6]))
+    assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize(
+    ("architecture", "found"),
+    [
+        ("LlamaForCausalLM", True),
+        ("DeepseekV3ForCausalLM", True),  # from a class of its own module
+        ("KimiK25ForConditionalGeneration", True),
+        ("GptOssForCausalLM", True),
+        ("Gemma2ForCausalLM", False),
+        ("Glm4MoeForCausalLM", False),
+        ("MixtralForCausalLM", False),
+        ("NobodysModel", None),
+    ],
+)
+def test_the_interface_is_found_in_vllms_source(architecture: str, found: bool | None) -> None:
+    assert has_interface(architecture) is found
+    if found is not None:
+        from vllm.model_executor.models.registry import ModelRegistry
+
+        loaded = ModelRegistry.models[architecture].load_model_cls()
+        assert hasattr(loaded, "set_aux_hidden_state_layers") is found
 
 
 def test_vllms_own_connector_gives_the_same_states(vllm_model: Callable[[str], Path], tmp_path: Path) -> None:

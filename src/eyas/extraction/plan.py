@@ -173,6 +173,7 @@ def make_engine(
 
         return TransformersEngine(info, TransformersSettings(settings.dtype, settings.device, threads, **common))
     from eyas.engines.vllm.engine import VllmEngine, VllmSettings
+    from eyas.engines.vllm.interface import capture_for
 
     over_ray = settings.distributed_executor_backend == "ray"
     return VllmEngine(
@@ -190,7 +191,7 @@ def make_engine(
             eager=True if settings.enforce_eager else None,
             load_format=settings.load_format,
             quick_start=quick_start,
-            capture=settings.capture,
+            capture=capture_for(info) if settings.capture == "auto" else settings.capture,
             trace_steps=TRACED_STEPS if settings.trace else 0,
             shared_folder=settings.output_dir.resolve() if over_ray else None,
             **common,

@@ -67,8 +67,8 @@ class ExtractSettings(Settings):
     """No torch.compile, no CUDA graphs (engine vllm)."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto, or dummy for random weights (engine vllm)."""
-    capture: Literal["aux", "hooks", "native"] = "aux"
-    """aux (the model's interface), hooks (eager) or native (vLLM's own connector)."""
+    capture: Literal["auto", "aux", "transformers", "hooks", "native"] = "auto"
+    """aux (the interface of vLLM's model), transformers (that of its Transformers backend, for any model), hooks (eager) or native (vLLM's own connector). auto: the first of the first three that the model has."""
     trace: bool = False
     """Record every hop of the first steps; see `eyas trace` (engine vllm)."""
     rehearsal: Literal["auto", "always", "never"] = "auto"

@@ -83,6 +83,7 @@ class VllmEngine:
             ("vLLM", self._check_version),
             ("parallelism", self._check_parallelism),
             ("memory", self._check_memory),
+            ("capture", self._check_capture),
         ):
             try:
                 status, finding, remedy = look()
@@ -102,6 +103,18 @@ class VllmEngine:
         refuse_impossible(self.settings)
         own = self.settings
         return "OK", f"tensor parallel {own.tp_size}, pipeline {own.pp_size}; {own.model.num_heads} heads divide", ""
+
+    def _check_capture(self) -> tuple[Status, str, str]:
+        """How the states will be taken; only eager hooks cost speed."""
+        if self.settings.capture == "transformers":
+            return "OK", "transformers: the model as vLLM's Transformers backend runs it", ""
+        if self.settings.capture == "hooks":
+            return (
+                "WARN",
+                "hooks: eager mode, no CUDA graphs",
+                "--capture auto takes a faster way where the model has one",
+            )
+        return "OK", f"{self.settings.capture}: vLLM's own interface", ""
 
     def _check_memory(self) -> tuple[Status, str, str]:
         import psutil

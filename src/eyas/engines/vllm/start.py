@@ -47,7 +47,7 @@ class VllmSettings:
         max_seq_len: longest sample. batch_size: most samples in one engine step. step_tokens: most tokens in one, None = `STEP_TOKENS`.
         eager: no torch.compile and no CUDA graphs; None = only on the CPU (where compiling takes longer than it saves) and for hooks.
         load_format: auto, or dummy for random weights.
-        capture: aux (the model's interface) | hooks (decoder-layer hooks, eager) | none (plain prefill, for benchmarks and parity).
+        capture: aux (the model's interface) | transformers (that of vLLM's Transformers backend) | hooks (decoder-layer hooks, eager) | none (plain prefill, for benchmarks and parity).
         quick_start: for rehearsals on GPUs, whose seconds are the engine's start: processes forked instead of importing vLLM anew (the
             first engine of this process only), and the compiler's backend `eager`: the same graphs and pieces, no kernels generated.
         trace_steps: engine steps whose hops are recorded. part: of `--part i/n`.
@@ -137,8 +137,8 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
 
     gpu = has_gpu() if gpu is None else gpu
     info, tp = settings.model, settings.tp_size
-    if settings.capture not in ("aux", "hooks", "native", "none"):
-        raise InputError(f"--capture {settings.capture} is not known", "aux, hooks or native")
+    if settings.capture not in ("aux", "transformers", "hooks", "native", "none"):
+        raise InputError(f"--capture {settings.capture} is not known", "aux, transformers, hooks or native")
     if tp < 1 or settings.pp_size < 1:
         raise InputError(f"--tp-size {tp} and --pp-size {settings.pp_size} must be 1 or more")
     heads = info.num_heads
@@ -184,7 +184,8 @@ def refuse_impossible(settings: VllmSettings, *, gpu: bool | None = None) -> Non
         )
     if settings.pp_size > 1 and settings.capture != "aux":
         raise PreflightError(
-            f"--capture {settings.capture} sees one pipeline stage only", "use --pp-size 1 or --capture aux"
+            f"--capture {settings.capture} sees one pipeline stage only",
+            "use --pp-size 1, or --capture aux where the model has it",
         )
     if info.max_position and settings.max_seq_len > info.max_position:
         raise PreflightError(
@@ -198,7 +199,7 @@ def _refuse_ray(ranks: int, *, gpu: bool) -> None:
     if importlib.util.find_spec("ray") is None:
         raise PreflightError(
             "--distributed-executor-backend ray: Ray is not installed",
-            "pip install 'eyas[ray]' on every host, or use --shard i/n",
+            "pip install 'eyas[ray]' on every host, or use --part i/n",
         )
     import torch
     from vllm.platforms import current_platform
@@ -207,7 +208,7 @@ def _refuse_ray(ranks: int, *, gpu: bool) -> None:
     if not key:
         raise PreflightError(
             f"vLLM has no Ray executor on this platform ({current_platform.device_name})",
-            "use GPUs, or one engine per host with --shard i/n",
+            "use GPUs, or one engine per host with --part i/n",
         )
     there = ray_devices(key)
     if there is None:  # vLLM starts a cluster of this machine alone
@@ -353,6 +354,8 @@ def engine_arguments(
         arguments["distributed_executor_backend"] = RayExecutor
     elif settings.executor is not None:
         arguments["distributed_executor_backend"] = settings.executor
+    if settings.capture == "transformers":
+        arguments["model_impl"] = "transformers"
     if settings.capture == "native":
         arguments |= native_arguments(sorted(layer_ids), native_folder, gpu=gpu)
     if settings.model.is_multimodal:

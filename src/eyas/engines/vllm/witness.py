@@ -25,6 +25,8 @@ def stream_hooks(decoder: Any, layers: Any, ids: Iterable[int], sink: Callable[[
     whole_already = type(decoder).__name__ in RETURNS_STREAM
 
     def give(layer: int, hidden: Any, residual: Any) -> None:
+        if hidden.dim() == 3:  # a layer of transformers' own: one row, nothing apart from it
+            hidden, residual = hidden[0], None
         sink(layer, hidden if residual is None or whole_already else hidden + residual)
 
     def entering(layer: int) -> Any:
@@ -53,7 +55,7 @@ def stream_hooks(decoder: Any, layers: Any, ids: Iterable[int], sink: Callable[[
 
 
 def _is_states(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 2
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() in (2, 3)
 
 
 class Witness:

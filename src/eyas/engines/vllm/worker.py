@@ -37,6 +37,9 @@ else:
 
 log = logging.getLogger(__name__)
 
+#: Ways of capture that take the states here.
+OURS = ("aux", "transformers", "hooks")
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -101,7 +104,7 @@ class CaptureWorker(PlatformWorker):
         model = self.model_runner.get_model()
         self._path = decoder_path(model)
         self._layer_ids: list[int] = sorted(wanted["layer_ids"])
-        if wanted["capture"] not in ("aux", "hooks"):
+        if wanted["capture"] not in OURS:
             return
         depth = len(decoder_layers(self._path[-1][1]))
         outside = [i for i in self._layer_ids if not 0 <= i <= depth]
@@ -113,7 +116,7 @@ class CaptureWorker(PlatformWorker):
         if not hasattr(model, "set_aux_hidden_state_layers"):
             raise ContractError(
                 f"{self._shown_path()} has no auxiliary-hidden-state interface in this vLLM",
-                "use --capture hooks (eager mode), or an engine of your own (--engine transformers)",
+                "use --capture auto: vLLM's Transformers backend, or hooks in eager mode",
             )
         model.set_aux_hidden_state_layers(tuple(self._asked_of_model()))
         self._reserve_pipeline_slots(model)
@@ -163,7 +166,7 @@ class CaptureWorker(PlatformWorker):
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
-        if not current_platform.is_cpu() and self.vllm_config.additional_config["eyas"]["capture"] in ("aux", "hooks"):
+        if not current_platform.is_cpu() and self.vllm_config.additional_config["eyas"]["capture"] in OURS:
             # Two steps' gathered rows live beside the engine while they are copied to the host.
             tokens = self.scheduler_config.max_num_batched_tokens
             width = self.model_config.get_hidden_size() * self.model_config.dtype.itemsize
