@@ -26,6 +26,8 @@ from eyas.base.files import content_hash
 from eyas.base.manifest import MANIFEST, read_manifest
 
 KIND = "eyas.dataset"
+#: What `prepare` and `regenerate` keep beside the files of a dataset that is not finished.
+PROGRESS, REGENERATION = ".progress.json", "regeneration.json"
 FORMAT_VERSION = 1
 
 
@@ -144,7 +146,7 @@ class TokenDataset:
 
 def is_dataset(path: Path) -> bool:
     """Whether a path is a token dataset (of any form) and not another stage's folder."""
-    if path.is_file() or (path / "tokenized_data.jsonl").exists():
+    if path.is_file() or (path / "tokenized_data.jsonl").exists() or _unfinished(path):
         return True
     try:
         return json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("kind") == KIND
@@ -152,12 +154,20 @@ def is_dataset(path: Path) -> bool:
         return False
 
 
+def _unfinished(path: Path) -> str | None:
+    """The stage that has not finished this dataset; None for what is finished or no dataset."""
+    if (path / MANIFEST).exists():
+        return None
+    stages = {"prepare": PROGRESS, "regenerate": REGENERATION}
+    return next((stage for stage, name in stages.items() if (path / name).exists()), None)
+
+
 def open_dataset(path: str | Path) -> TokenDataset:
     """Open a dataset folder, a `.jsonl` of token rows, or a folder that holds `tokenized_data.jsonl`.
 
     Raises:
         InputError: not there, or a line of the `.jsonl` is wrong (file, line and reason are named).
-        StoreError: a dataset folder whose manifest or files do not fit.
+        StoreError: a dataset folder whose manifest or files do not fit, or whose stage was interrupted.
     """
     path = Path(path)
     if path.is_dir() and (path / MANIFEST).exists():
@@ -166,6 +176,10 @@ def open_dataset(path: str | Path) -> TokenDataset:
         path = path / "tokenized_data.jsonl"
     if path.is_file() and path.suffix in {".jsonl", ".json"}:
         return _open_jsonl(path)
+    if stage := _unfinished(path):
+        raise StoreError(
+            f"{path}: `eyas {stage}` was interrupted, or is still running", "rerun the same command to resume"
+        )
     if not path.exists():
         raise InputError(
             f"{path} does not exist",

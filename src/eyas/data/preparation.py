@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from typing import Any
 import numpy as np
 
 from eyas.base.errors import EyasError, FolderConflictError, InputError
-from eyas.base.files import write_json
+from eyas.base.files import translate_disk_full, write_json
 from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
 from eyas.base.settings import takes
+from eyas.data import progress as checkpoint
 from eyas.data.conversations import check_columns
-from eyas.data.dataset import DatasetWriter, Sample
+from eyas.data.dataset import PROGRESS, DatasetWriter, Sample
 from eyas.data.rows import Piece, RowMaker, RowResult, is_heldout
 from eyas.data.settings import PrepareSettings, SourceSettings
 from eyas.data.sources import DataSource, RawRow, files_of, read_rows
@@ -47,7 +48,11 @@ log = logging.getLogger(__name__)
 #: The sets written for this project that ship inside the package.
 PACKAGED = ("conversations", "word_problems", "word_problems_heldout")
 REJECTED, REPORT, HELDOUT = "rejected.jsonl", "report.json", "heldout"
-DATASET_FILES = {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, ".*.tmp"}
+#: Ids of samples that came again, one a line, while a dataset is not finished.
+REPEATS = ".repeats"
+DATASET_FILES = {MANIFEST, "data-*.parquet", REJECTED, REPORT, HELDOUT, PROGRESS, REPEATS, ".*.tmp"}
+#: After so many rows all files are finished, and a killed run resumes behind them.
+CHECKPOINT_ROWS = 32_768
 #: Rows that one task of a worker process handles: large enough for batched tokenising, small enough for a bounded queue.
 CHUNK_ROWS = 128
 #: Inputs of fewer chunks than this are prepared without worker processes.
@@ -81,6 +86,7 @@ class PrepareReport:
     rejected: list[dict[str, Any]] = field(default_factory=list)  # the first ones; all of them are in rejected.jsonl
     histogram: dict[str, int] = field(default_factory=dict)
     longest: int = 0
+    resumed: int = 0  # rows that an earlier run of the same command had done
     seconds: float = 0.0
     workers: int = 1
     output: str = ""
@@ -88,11 +94,11 @@ class PrepareReport:
 
     @property
     def rows_per_second(self) -> float:
-        return self.rows / self.seconds if self.seconds else 0.0
+        return (self.rows - self.resumed) / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.rows_per_second * self.tokens / self.rows if self.rows else 0.0
 
 
 def packaged(name: str) -> Path:
@@ -141,8 +147,8 @@ def _work(rows: list[RawRow]) -> list[RowResult]:
     return _maker(rows)
 
 
-def _chunks(sources: Sequence[DataSource], limit: int | None) -> Iterator[list[RawRow]]:
-    stream = islice((row for source in sources for row in read_rows(source)), limit)
+def _chunks(sources: Sequence[DataSource], done: int, limit: int | None) -> Iterator[list[RawRow]]:
+    stream = islice((row for source in sources for row in read_rows(source)), done, limit)
     while chunk := list(islice(stream, CHUNK_ROWS)):
         yield chunk
 
@@ -229,18 +235,26 @@ def prepare(settings: PrepareSettings, *, progress: Callable[[PrepareReport], No
         "settings": settings.content(),
     }
     folder = settings.output_dir
-    with only_writer(folder, DATASET_FILES):
-        _clear(folder, described, settings.overwrite)
+    made = {**described, "inputs": checkpoint.inputs_hash(sources)}
+    with only_writer(folder, DATASET_FILES), translate_disk_full(folder):
+        if whole := _finished(folder, made, settings.overwrite):
+            log.info("%s is complete, nothing to do (--overwrite makes it anew)", folder)
+            return whole
         report = PrepareReport(
             workers=settings.workers or available_cores(),
             output=str(folder),
             files_passed_over=[name for source in sources for name in files_of(source)[1]],
         )
-        sink = _Sink(folder, settings, report)
+        before = checkpoint.load(folder, made)
+        if before is None:
+            _clear(folder)
+        sink = _Sink(folder, settings, report, made, before)
         started = time.monotonic()
-        for results in _results(_chunks(sources, settings.limit), maker, report.workers, settings):
+        for results in _results(_chunks(sources, report.rows, settings.limit), maker, report.workers, settings):
             for result in results:
                 sink.add(result)
+            if report.rows >= sink.next_checkpoint:
+                sink.checkpoint()
             report.seconds = time.monotonic() - started
             if progress:
                 progress(report)
@@ -259,8 +273,8 @@ def prepare(settings: PrepareSettings, *, progress: Callable[[PrepareReport], No
                 f"not one of {report.rows} rows could be used: {shown}",
                 "fix the data, or the template (--chat-template)",
             )
-        described["model"] = report.model = describe_shape(settings.model_path, settings.trust_remote_code)
-        sink.close(described)
+        report.model = describe_shape(settings.model_path, settings.trust_remote_code)
+        sink.close({**made, "model": report.model})
         report.seconds = time.monotonic() - started
         log.info(
             "prepared %d rows: %d kept, %d dropped, %d samples, %d tokens (%.0f tokens/s, %d processes)",
@@ -279,34 +293,92 @@ def predicted_bytes(tokens: int, hidden_size: int, layers: int = 4, bytes_per_va
     return tokens * (layers * hidden_size * bytes_per_value + 5)
 
 
-def _clear(folder: Path, described: dict[str, Any], overwrite: bool) -> None:
-    """Make room for the dataset: an unfinished one, or one of the same making, is replaced; any other is refused."""
-    if (folder / MANIFEST).exists() and not overwrite:
-        manifest = read_manifest(folder, "eyas.dataset", 1)
-        have = {key: manifest.get(key) for key in described}
-        if differing := differing_fields(have, described):
-            raise FolderConflictError(
-                f"{folder} holds a dataset made otherwise:\n  " + "\n  ".join(differing[:8]),
-                "name another --output-dir, or replace it with --overwrite",
-            )
-    if folder.exists():
-        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a reader never sees an old manifest with new files
-        for file in [*folder.glob("data-*.parquet"), folder / REJECTED, folder / REPORT]:
-            file.unlink(missing_ok=True)
-        shutil.rmtree(folder / HELDOUT, ignore_errors=True)
+def _finished(folder: Path, made: dict[str, Any], overwrite: bool) -> PrepareReport | None:
+    """The report of a whole dataset of the same making in the folder; None where it is to be made. One of another making is refused."""
+    if overwrite or not (folder / MANIFEST).exists():
+        return None
+    manifest = read_manifest(folder, "eyas.dataset", 1)
+    have = {key: manifest.get(key) for key in made}
+    same_inputs = have.pop("inputs") == made["inputs"]
+    if differing := differing_fields(have, {key: made[key] for key in have}):
+        raise FolderConflictError(
+            f"{folder} holds a dataset made otherwise:\n  " + "\n  ".join(differing[:8]),
+            "name another --output-dir, or replace it with --overwrite",
+        )
+    files = [folder / REPORT, *(folder / entry["name"] for entry in manifest["files"])]
+    if not same_inputs or not all(file.exists() for file in files):
+        return None
+    report = PrepareReport(output=str(folder), model=manifest.get("model"))
+    checkpoint.take_counts(report, json.loads((folder / REPORT).read_text(encoding="utf-8")))
+    return report
+
+
+def _clear(folder: Path) -> None:
+    """Make room for the dataset."""
+    (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a reader never sees an old manifest with new files
+    for file in [*folder.glob("data-*.parquet"), *(folder / name for name in (REJECTED, REPORT, PROGRESS, REPEATS))]:
+        file.unlink(missing_ok=True)
+    shutil.rmtree(folder / HELDOUT, ignore_errors=True)
 
 
 class _Sink:
     """Receives rows in order: writes samples, counts everything, remembers which samples came before."""
 
-    def __init__(self, folder: Path, settings: PrepareSettings, report: PrepareReport):
+    def __init__(
+        self,
+        folder: Path,
+        settings: PrepareSettings,
+        report: PrepareReport,
+        made: dict[str, Any],
+        before: dict[str, Any] | None,
+    ):
+        self.made = made
         self.folder, self.settings, self.report = folder, settings, report
         self.writer = DatasetWriter(folder)
         self.heldout = DatasetWriter(folder / HELDOUT) if settings.held_out else None
-        self.rejected = open(folder / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 - closed by close() or abandon()
+        self.rejected = open(folder / REJECTED, "ab")  # noqa: SIM115 - closed by close() or abandon()
+        self.repeats = open(folder / REPEATS, "a+b")  # noqa: SIM115 - likewise
         self.seen: dict[bytes, bool] = {}  # sample id -> whether it is in the held-out part
         self.counts: Counter[str] = Counter()
         self.bins = np.zeros(len(HISTOGRAM_EDGES) + 1, dtype=np.int64)
+        if before is None:
+            self.checkpoint()
+        else:
+            self._resume(before["state"], before["parts"])
+        self.next_checkpoint = report.rows + CHECKPOINT_ROWS
+
+    def checkpoint(self) -> None:
+        """Finish all files; a killed run resumes here. At the same rows in every run, so that all give the same files."""
+        for writer in (self.writer, self.heldout):
+            if writer:
+                writer.finish_files()
+        sizes = []
+        for file in (self.rejected, self.repeats):
+            file.flush()
+            os.fsync(file.fileno())
+            sizes.append(file.tell())
+        state = {
+            "report": checkpoint.report_counts(self.report),
+            "bins": self.bins.tolist(),
+            "sizes": sizes,
+            "needs": [REJECTED, REPEATS],
+        }
+        checkpoint.save(self.folder, self.made, state, (self.writer, self.heldout))
+        self.next_checkpoint = self.report.rows + CHECKPOINT_ROWS
+
+    def _resume(self, state: dict[str, Any], parts: list[Any]) -> None:
+        checkpoint.take_counts(self.report, state["report"])
+        self.report.resumed = self.report.rows
+        self.bins += np.asarray(state["bins"])
+        for file, size in zip((self.rejected, self.repeats), state["sizes"], strict=True):
+            file.truncate(size)
+        self.repeats.seek(0)
+        self.counts.update(line.decode().strip() for line in self.repeats)
+        for writer, part in zip((self.writer, self.heldout), parts, strict=True):
+            if writer:
+                checkpoint.restore(writer, part)
+                self.seen.update((bytes.fromhex(one), writer is self.heldout) for one in writer.ids)
+        log.info("resuming behind row %d", self.report.rows)
 
     def add(self, result: RowResult) -> None:
         report = self.report
@@ -337,6 +409,7 @@ class _Sink:
             if digest in self.seen:
                 report.duplicates += 1
                 self.counts[sample.id] += 1
+                self.repeats.write(sample.id.encode() + b"\n")
                 if self.settings.duplicates == "once":
                     continue
             # An equal sample stays on its side, also if it came as chat once and as tokens once.
@@ -363,7 +436,7 @@ class _Sink:
 
     def _reject(self, result: RowResult) -> None:
         entry = {"file": result.place.file, "line": result.place.line, "reason": result.reason}
-        self.rejected.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self.rejected.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
         self.report.dropped += 1
         self.report.reasons[_kind_of(str(result.reason))] += 1
         if result.breaks_off:
@@ -372,13 +445,17 @@ class _Sink:
             self.report.rejected.append(entry)
 
     def abandon(self) -> None:
+        """Nothing is made, and there is nothing to resume."""
         self.rejected.close()
+        self.repeats.close()
+        for name in (PROGRESS, REPEATS):
+            (self.folder / name).unlink(missing_ok=True)
 
     def close(self, described: dict[str, Any]) -> None:
         self.rejected.close()
         report = self.report
         report.histogram = _named_bins(self.bins)
-        counts = report_counts(report)
+        counts = checkpoint.report_counts(report)
         if self.heldout is not None:
             if self.heldout.ids:
                 self.heldout.finish_files()
@@ -393,8 +470,9 @@ class _Sink:
                 shutil.rmtree(self.folder / HELDOUT, ignore_errors=True)
         self.writer.finish_files()
         self._write_counts(self.writer)
-        self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
         write_json(self.folder / REPORT, counts)
+        self.writer.close(**described, counts=counts, part="train" if self.heldout else "all")
+        self.abandon()
 
     def _write_counts(self, writer: DatasetWriter) -> None:
         """How often a sample came is known only at the end: rewrite the `count` column where a sample came again."""
@@ -426,11 +504,3 @@ def _kind_of(reason: str) -> str:
     import re
 
     return re.sub(r"'[^']*'|\d+", "…", reason)[:120]
-
-
-def report_counts(report: PrepareReport) -> dict[str, Any]:
-    """The report as plain JSON, without what differs between two equal runs (times, paths)."""
-    values = asdict(report)
-    for name in ("seconds", "workers", "output", "model"):
-        values.pop(name)
-    return {**values, "notes": dict(report.notes), "reasons": dict(report.reasons)}

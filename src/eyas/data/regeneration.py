@@ -31,7 +31,7 @@ from eyas.base.locks import only_writer
 from eyas.base.manifest import MANIFEST, differing_fields
 from eyas.data.chat_template import ChatTemplate, MaskError
 from eyas.data.conversations import Conversation, RowError, check_columns, parse_row
-from eyas.data.dataset import DatasetWriter, Sample
+from eyas.data.dataset import REGENERATION, DatasetWriter, Sample
 from eyas.data.generators import Answer, Generator
 from eyas.data.preparation import REJECTED, describe_source, sources_of
 from eyas.data.rows import is_heldout, split_key
@@ -48,7 +48,7 @@ from eyas.target.tokenizer import (
 
 log = logging.getLogger(__name__)
 
-ANSWERS, CONVERSATIONS, RUN = "answers.jsonl", "conversations.jsonl", "regeneration.json"
+ANSWERS, CONVERSATIONS, RUN = "answers.jsonl", "conversations.jsonl", REGENERATION
 DATASET_FILES = {MANIFEST, "data-*.parquet", ANSWERS, CONVERSATIONS, RUN, REJECTED, "heldout", ".*.tmp"}
 
 
