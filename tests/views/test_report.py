@@ -166,3 +166,12 @@ def test_like_reasons_fall_together(tmp_path):
     reasons = ["12 tokens, too long", "99 tokens, too long", "not finite at layer 3"]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps({"reason": r}) + "\n" for r in reasons))
     assert ledger_reasons(tmp_path) == [("… tokens, too long", 2), ("not finite at layer …", 1)]
+
+
+@pytest.mark.parametrize(("status", "every"), [("complete", True), ("open", False)])
+def test_only_of_a_complete_output_it_says_that_every_sample_was_written(view, status, every):
+    output = Path(view.record["output_dir"])
+    (output / "ledger.jsonl").unlink()
+    manifest = json.loads((output / "manifest.json").read_text())
+    write_json(output / "manifest.json", {**manifest, "status": status})
+    assert ("Every sample was written" in Page(render(view)).said) == every

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eyas.base.errors import (
     EXIT_INCOMPLETE,
     EXIT_INTERRUPTED,
@@ -406,14 +408,15 @@ def _stall_stop(folder: Path) -> bool:
 
 def _run_of_rank_0(run_dir: str | Path | None) -> RunView | None:
     """The run that rank 0 of this launch began, in `run_dir` or among the known ones; None: there was none within `PATIENCE` seconds."""
-    deadline = time.monotonic() + launched.PATIENCE
+    deadline, began = time.monotonic() + launched.PATIENCE, psutil.Process().create_time() - 5.0
     while time.monotonic() < deadline:
         try:
             views = [load(Path(run_dir).absolute())] if run_dir else list_runs()
         except InputError:
             views = []  # not made yet
         for view in views:
-            if view.record.get("launch") == launched.launch_key() and not view.ended:
+            new = view.record.get("started_at", 0.0) > began  # rank 0 may have ended before this rank came so far
+            if view.record.get("launch") == launched.launch_key() and (new or not view.ended):
                 return view
         time.sleep(0.1)
     return None
