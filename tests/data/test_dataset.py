@@ -106,6 +106,10 @@ def test_changed_dataset_is_noticed(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "hash": "0" * 32}))
     with pytest.raises(StoreError, match="hash"):
         open_dataset(tmp_path)
+    for files, says in ((None, "lacks files"), ([{}], "damaged `files`")):
+        (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
+        with pytest.raises(StoreError, match=says):
+            open_dataset(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     (tmp_path / manifest["files"][0]["name"]).write_bytes(b"PAR1 not really")
     with pytest.raises(StoreError, match="not a readable dataset file"):

@@ -199,6 +199,15 @@ def test_no_store_at_all_and_an_unfinished_one(store, tmp_path):
         eyas.verify(store)
 
 
+def test_a_manifest_that_lost_a_part_is_named(store):
+    path = store / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["layer_ids"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match="lacks layer_ids"):
+        eyas.verify(store)
+
+
 def test_fp8_store_verifies_within_its_measured_loss(tiny_model, token_rows, tmp_path):
     eyas.extract(
         model_path=str(tiny_model("llama")),

@@ -88,6 +88,25 @@ def test_an_engine_s_folder_and_one_made_from_it(work, trained):
     assert shown["layer ids"].startswith("1, 5 of")  # engines hand states over in ascending order
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m.pop("config"), "lacks config"),
+        (lambda m: m.pop("vocabulary"), "lacks vocabulary"),
+        (lambda m: m.pop("target"), "lacks target"),
+        (lambda m: m["config"].pop("aux_layer_ids"), "aux_layer_ids"),
+        (lambda m: m["config"].pop("hidden_size"), "hidden_size"),
+    ],
+)
+def test_a_manifest_that_lost_a_part_is_named(work, trained, tmp_path, change, says):
+    manifest = json.loads((work / "draft" / "manifest.json").read_text())
+    change(manifest)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for read in (describe_draft, load_draft):
+        with pytest.raises(StoreError, match=rf"manifest\.json.*{says}"):
+            read(tmp_path)
+
+
 def test_weights_that_are_missing_or_of_another_vocabulary(work, trained, tmp_path):
     folder = shutil.copytree(work / "draft", tmp_path / "draft")
     manifest = json.loads((folder / "manifest.json").read_text())

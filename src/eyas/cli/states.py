@@ -105,13 +105,12 @@ def _trace_of(path: Path) -> Path:
 
 def verify(settings: VerifySettings) -> int:
     """`eyas verify`: norms and errors by layer, every problem."""
-    from eyas.base.manifest import read_manifest
     from eyas.gates.verification import verify as run
-    from eyas.store.format import FORMAT_VERSION, KIND
+    from eyas.store.format import read_store_manifest
     from eyas.views import console
 
     report = run(settings)
-    console.show_verify_report(report, read_manifest(settings.store, KIND, FORMAT_VERSION)["model"]["num_layers"])
+    console.show_verify_report(report, read_store_manifest(settings.store)["model"]["num_layers"])
     return StoreError.exit_code if report.problems else 0
 
 

@@ -242,14 +242,17 @@ def _open_parquet(folder: Path) -> TokenDataset:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+    manifest = read_manifest(folder, KIND, FORMAT_VERSION, ("files",))
     ids: list[str] = []
     lengths: list[np.ndarray] = []
     bounds: list[np.ndarray] = []
     places: list[tuple[Path, int, int]] = []  # file, row group, first row (overall)
     total = 0
-    for entry in manifest.get("files", []):
-        file = folder / entry["name"]
+    try:
+        files = [folder / entry["name"] for entry in manifest["files"]]
+    except (KeyError, TypeError):
+        raise StoreError(f"{folder / MANIFEST} has a damaged `files`", "run `eyas prepare` again") from None
+    for file in files:
         if not file.exists():
             raise StoreError(
                 f"{file} is missing, the manifest names it", "the dataset is incomplete; run `eyas prepare` again"

@@ -297,7 +297,7 @@ def _finished(folder: Path, made: dict[str, Any], overwrite: bool) -> PrepareRep
     """The report of a whole dataset of the same making in the folder; None where it is to be made. One of another making is refused."""
     if overwrite or not (folder / MANIFEST).exists():
         return None
-    manifest = read_manifest(folder, "eyas.dataset", 1)
+    manifest = read_manifest(folder, "eyas.dataset", 1, ("files",))
     have = {key: manifest.get(key) for key in made}
     same_inputs = have.pop("inputs") == made["inputs"]
     if differing := differing_fields(have, {key: made[key] for key in have}):
@@ -305,7 +305,7 @@ def _finished(folder: Path, made: dict[str, Any], overwrite: bool) -> PrepareRep
             f"{folder} holds a dataset made otherwise:\n  " + "\n  ".join(differing[:8]),
             "name another --output-dir, or replace it with --overwrite",
         )
-    files = [folder / REPORT, *(folder / entry["name"] for entry in manifest["files"])]
+    files = [folder / REPORT, *(folder / str(entry.get("name")) for entry in manifest["files"])]
     if not same_inputs or not all(file.exists() for file in files):
         return None
     report = PrepareReport(output=str(folder), model=manifest.get("model"))

@@ -29,6 +29,7 @@ from eyas.drafts.eagle3.model import Draft, DraftConfig
 KIND = "eyas.draft"
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
+NEEDS = ("config", "target", "vocabulary")
 #: What a draft's directory holds that was imported or exported, not trained.
 DRAFT_FILES = {MANIFEST, WEIGHTS, ".*.tmp", "acceptance.*"}
 
@@ -65,9 +66,14 @@ def save_draft(folder: Path, config: DraftConfig, weights: dict[str, Tensor], **
 
 
 def read_draft_config(manifest: dict[str, Any]) -> DraftConfig:
-    """The DraftConfig in a draft directory's manifest."""
+    """The DraftConfig in a draft directory's manifest. Raises StoreError where it is damaged."""
     config = manifest["config"]
-    return DraftConfig(**{**config, "aux_layer_ids": tuple(config["aux_layer_ids"])})
+    try:
+        return DraftConfig(**{**config, "aux_layer_ids": tuple(config["aux_layer_ids"])})
+    except (KeyError, TypeError) as error:
+        raise StoreError(
+            f"the draft's {MANIFEST} has a damaged `config`: {error}", "train or import it again"
+        ) from None
 
 
 def load_draft(folder: str | Path, embedding: Tensor | None = None) -> tuple[Draft, dict[str, Any]]:
@@ -112,7 +118,7 @@ def read_draft_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} is a draft directory of an engine, not of eyas",
             "make it one of eyas's: eyas import --source DIRECTORY --model-path TARGET --output-dir NEW",
         )
-    return read_manifest(folder, KIND, FORMAT_VERSION)
+    return read_manifest(folder, KIND, FORMAT_VERSION, NEEDS)
 
 
 def vocabulary_hash(d2t: Tensor) -> str:
@@ -158,7 +164,7 @@ def refuse_other_draft(
 ) -> None:
     """Raise FolderConflictError when the folder holds a draft that is not the one about to be written again."""
     if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+        manifest = read_manifest(folder, KIND, FORMAT_VERSION, NEEDS)
         have = manifest.get("training") or {}
         same = have == (training or {})
         if imported_from is not None:

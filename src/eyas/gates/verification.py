@@ -19,21 +19,20 @@ import torch
 
 from eyas.base.errors import DiskFullError, EngineError, EyasError, InputError, PreflightError, StoreError
 from eyas.base.locks import manifest_lock
-from eyas.base.manifest import differing_fields, now, read_manifest
+from eyas.base.manifest import differing_fields, now
 from eyas.base.settings import takes
 from eyas.data.dataset import Sample, sample_id
 from eyas.gates.preflight import refuse_failures
 from eyas.gates.settings import VerifySettings
 from eyas.store.checksums import checksums_of
 from eyas.store.format import (
-    FORMAT_VERSION,
-    KIND,
     LEDGER,
     ShardHeader,
     StoreSpec,
     differences_from_manifest,
     open_shard,
     read_shard_header,
+    read_store_manifest,
     write_store_manifest,
     zero_states,
 )
@@ -83,7 +82,7 @@ def verify(settings: VerifySettings, *, on_shard: Callable[[str, int, int], None
         StoreError: no store at all, or one whose run has not finished. InputError: `model_path` is no model.
     """
     folder, model_path, recompute = settings.store, settings.model_path, settings.recompute
-    manifest = read_manifest(folder, KIND, FORMAT_VERSION)
+    manifest = read_store_manifest(folder)
     if manifest["status"] == "open":
         raise StoreError(
             f"{folder} is not finished (its last run was stopped or is still writing)",
@@ -296,7 +295,7 @@ def _mark(folder: Path, manifest: dict[str, Any], report: VerifyReport) -> None:
     """Write the result into the manifest: of the store as it was read, never over what a run has written since."""
     try:
         with manifest_lock(folder):
-            there = read_manifest(folder, KIND, FORMAT_VERSION)
+            there = read_store_manifest(folder)
             if any(there.get(key) != manifest.get(key) for key in ("status", "created", "shards")):
                 report.problems.append(
                     "an `eyas extract` wrote to this store while it was read: verify it again when that is over"

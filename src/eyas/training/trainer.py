@@ -32,9 +32,9 @@ import torch
 from eyas.base.errors import ContractError, FolderConflictError
 from eyas.base.files import translate_disk_full, validate_output_directory, write_json
 from eyas.base.locks import only_writer
-from eyas.base.manifest import MANIFEST, differing_fields, read_manifest
+from eyas.base.manifest import MANIFEST, differing_fields
 from eyas.base.settings import takes
-from eyas.drafts.files import save_draft, validate_vocabulary
+from eyas.drafts.files import read_draft_manifest, save_draft, validate_vocabulary
 from eyas.drafts.module import DraftLoss
 from eyas.drafts.packing import Batch
 from eyas.engines.transformers import sensible_threads
@@ -229,7 +229,7 @@ class _Run:
                     "name a new --output-dir, or repeat that run's settings to resume it",
                 )
         if (directory / MANIFEST).exists():
-            validate_vocabulary(directory, read_manifest(directory, "eyas.draft", 1), self.inputs.vocabulary)
+            validate_vocabulary(directory, read_draft_manifest(directory), self.inputs.vocabulary)
         if checkpoints := list_checkpoints(directory / "checkpoints"):
             kept = load_checkpoint(checkpoints[-1], self.model, self.optimizer, self.ranks)
             self.state = state = _State(**{k: kept[k] for k in vars(state)})
